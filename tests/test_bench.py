@@ -12,7 +12,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from exact import Broken
-from program import python, torchrun
+from program import ROOT, python, torchrun
 
 import config
 import flash
@@ -28,8 +28,6 @@ from bench import rows as bench_rows
 from bench.rows import Result, Row
 from run import device, job
 from zero import Optimizer
-
-ROOT = os.path.dirname(config.__file__)
 
 
 def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
@@ -298,7 +296,7 @@ SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 4 --ffn 48 --seq 32 --globa
     ("cp", 2, 6, ["torch, gather and mask, S 256", "torch, gather and mask, S 512"]),
     pytest.param("pp", 4, 4, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
                               "ScheduleZBVZeroBubble"], marks=pytest.mark.slow),
-    ("ep", 2, 2, []),
+    ("ep", 1, 1, ["transformers, loop", "transformers, grouped"]), ("ep", 2, 2, []),
     ("checkpoint", 2, 0, ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"])])
 def test_every_part_compares_ours_with_its_rivals(pool, name, ranks, ours, rivals):
     printed, *others = pool.run(ranks, "test_bench:rows", name=name, flags=SMALL) if ranks > 1 else [rows(name, SMALL)]
@@ -323,11 +321,6 @@ def test_a_line_has_the_median_the_range_and_the_ratio_to_the_last(capsys):
     assert [re.split("  +", line) for line in capsys.readouterr().out.splitlines()] == [
         ["(ratio to the last line)", "min to max, ms", "tokens/s", "ms per step"],
         ["ours", "1.0 to 4.0", "50,000", "2 (0.50)"], ["rival", "3.0 to 5.0", "25,000", "4 (1.00)"]]
-
-
-def test_experts_in_one_process_need_no_ranks():
-    assert [line.split("  ")[0] for line in rows("ep", []).splitlines()[1:]] == [
-        "penteract", "transformers, loop", "transformers, grouped"]
 
 
 # ---- all of it, into RESULTS.md -------------------------------------------------------------------------------------

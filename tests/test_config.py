@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -50,6 +51,9 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (2, "--cp 2 --cp-zigzag document", "--cp-zigzag document needs --doc-mask"),
     (2, "--cp 2 --cp-zigzag document --doc-mask --window 8", "--cp-zigzag document needs --doc-mask, no --window"),
     (2, "--dry-run 0/8", "--dry-run on 2 ranks: one process pretends to be one of them, leave out torchrun"),
+    *((1, f"--dry-run {asked}", f"--dry-run {asked}: write RANK/GPUS, such as 0/64 for the first of 64")
+      for asked in ("8", "8/8", "0/0", "1/", "/8", "a/8", "0/-8", "0/8/8")),
+    (1, "--dry-run 0/8 --tp 3", "--tp 3 does not divide the ranks that --pp leaves (8): use one of 1, 2, 4, 8"),
     (1, "--batch-ramp 16@0,0@9", '--batch-ramp "16@0,0@9": write sequences@tokens'),
     (1, f"--export-hf {__file__}", f"--export-hf {__file__}: is a file, name a folder"),
     (1, "--export-hf /proc/hf --out run", "--export-hf /proc/hf: /proc cannot be written to: No such file"),
@@ -106,15 +110,13 @@ REFUSED = [  # by each row of config.rules, in its order
     "--offload optimizer --dry-run 0/8", "--grid auto --dry-run 0/8", "--doc-mask --dry-run 0/8"]
 
 
-def test_each_rule_has_a_command_line_that_it_refuses():
-    assert len(REFUSED) == len(config.rules(config.parse([])))
-
-
 @pytest.mark.parametrize("number, refused", [*enumerate(REFUSED)], ids=REFUSED)
 def test_a_rule_names_flag_and_value_and_what_would_work(number, refused, monkeypatch):
-    """The divisors that it proposes it accepts; and no other rule says the same."""
+    """The divisors that it proposes it accepts; no other rule says the same, and none is without a command line."""
     rules = config.rules
-    line, rule = what_is_said(refused), rules(config.parse([]))[number]
+    table = rules(config.parse([]))
+    assert len(table) == len(REFUSED)
+    line, rule = what_is_said(refused), table[number]
     asked, _, others = refused.partition(" --")
     name, _, value = asked.partition(" ")
     assert line.startswith(asked) and "\n" not in line
@@ -192,21 +194,16 @@ def test_without_a_micro_batch_a_pipeline_is_filled(flags, ranks, micro_batch):
     assert config.parse(f"{flags} --data {__file__}".split(), ranks).batch.micro_batch == micro_batch
 
 
-def test_a_file_of_flags_that_reads_itself_is_refused(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.write_text(f"--seq 8 @{second}")
-    second.write_text(f"@{first}")
-    for content, says in (b"--seed \xff", "'utf-8' codec can't decode byte 0xff in"), (b"--seed '1", "No closing quot"):
-        (tmp_path / "bad").write_bytes(content)
-        with pytest.raises(ValueError, match=f"^@{tmp_path}/bad: cannot be read: {says}"):
-            config.parse([f"@{tmp_path}/bad"])
-    with pytest.raises(ValueError, match=f"@{first}: the file reads itself"):
-        config.parse([f"@{first}"])
-    (tmp_path / "bad").write_bytes("\ufeff--seed 7".encode())
-    assert config.parse([f"@{tmp_path}/bad"]).optim.seed == 7
-    (tmp_path / "bad").write_text("--out a\0b")
-    with pytest.raises(ValueError, match="^--out: has a NUL byte$"):
-        start.parse([f"@{tmp_path}/bad"])
+def test_a_wrong_file_of_flags_is_one_line(tmp_path):
+    file, other = tmp_path / "first", tmp_path / "second"
+    other.write_text(f"@{file}")
+    for content, says in ((b"--seed \xff", f"@{file}: cannot be read: 'utf-8' codec can't decode byte 0xff in"),
+                          (b"--seed '1", f"@{file}: cannot be read: No closing quot"),
+                          (f"--seq 8 @{other}".encode(), f"@{file}: the file reads itself"),
+                          (b"--out a\0b", "--out: has a NUL byte$")):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{says}"):
+            start.parse([f"@{file}"])
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -229,20 +226,21 @@ def test_a_path_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path, mon
 
 def test_a_file_without_a_metric_is_not_taken_for_metrics(tmp_path):
     """A resumed run cuts it. A pipe that nobody reads would be waited for."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=f"^--metrics {tmp_path}/pipe: is a pipe, name a file"):
-        start.parse(["--metrics", f"{tmp_path}/pipe"])
-    (tmp_path / "link").symlink_to("text")
-    for name, content in ("empty", b""), ("metrics", b'a line\n{"step": 0}\n'), ("torn", b'{"step": 0, "lo'):
-        (tmp_path / name).write_bytes(content)
-    for name in "empty", "metrics", "torn", "none":
-        assert start.parse(["--metrics", f"{tmp_path}/{name}"]).run.metrics == f"{tmp_path}/{name}"
+    pipe, file, link = (str(tmp_path / name) for name in ("pipe", "file", "link"))
+    os.mkfifo(pipe)
+    os.symlink(file, link)
+    with pytest.raises(ValueError, match=f"^--metrics {pipe}: is a pipe, name a file"):
+        start.parse(["--metrics", pipe])
+    start.parse(["--metrics", file])  # which is not there
+    for content in b"", b'a line\n{"step": 0}\n', b'{"step": 0, "lo':
+        Path(file).write_bytes(content)
+        start.parse(["--metrics", file])
     for content in b"some notes\n", b'{"rank": 0}\n', b"\x93NUMPY\xff\n":
-        (tmp_path / "text").write_bytes(content)
-        for name in "text", "link":
-            with pytest.raises(ValueError, match=f"^--metrics {tmp_path}/{name}: has lines, but none of metrics: name"):
-                start.parse(["--metrics", f"{tmp_path}/{name}"])
-        start.parse(["--metrics", f"{tmp_path}/text", "--dry-run", "0/1"])
+        Path(file).write_bytes(content)
+        for name in file, link:
+            with pytest.raises(ValueError, match=f"^--metrics {name}: has lines, but none of metrics: name"):
+                start.parse(["--metrics", name])
+        start.parse(["--metrics", file, "--dry-run", "0/1"])
 
 
 def test_a_real_run_answers_before_torch_is_imported():
@@ -265,7 +263,7 @@ def test_under_torchrun_rank_0_says_it_once_and_torchrun_repeats_it():
 
 def test_flags_can_be_written_in_every_way(tmp_path):
     file = tmp_path / "run.args"
-    file.write_text("--seq 64   # tokens\n--doc_mask\n\n# more\n--betas 0.8,0.9")
+    file.write_text("\ufeff--seq 64   # tokens\n--doc_mask\n\n# more\n--betas 0.8,0.9")
     for line in ("--global-batch 32 --seq 64", "--global_batch 32 --seq=64", "--global_batch=32 @" + str(file)):
         parsed = config.parse(line.split(), 2)
         assert (parsed.batch.global_batch, parsed.batch.seq, parsed.batch.micro_batch) == (32, 64, 16)
@@ -274,15 +272,12 @@ def test_flags_can_be_written_in_every_way(tmp_path):
 
 
 def test_a_preset_fills_the_model_and_any_field_overrides_it():
+    """Experts are balanced as in DeepSeek-V3's report, section 4.2: update speed 0.001, balance factor 0.0001."""
     model = config.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
     assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)
-
-
-def test_a_preset_may_balance_experts_as_published():
-    """DeepSeek-V3's report, section 4.2: a bias update speed of 0.001 and a balance factor of 0.0001."""
-    optim = config.parse("--preset deepseek-v3".split()).optim
-    assert (optim.bias_rate, optim.aux_loss, optim.aux_over) == (0.001, 0.0001, "sequence")
-    assert config.parse("--preset deepseek-v3 --bias-rate 0".split()).optim.bias_rate == 0
+    for flags, bias_rate in ("", 0.001), (" --bias-rate 0", 0):
+        optim = config.parse(f"--preset deepseek-v3{flags}".split()).optim
+        assert (optim.bias_rate, optim.aux_loss, optim.aux_over) == (bias_rate, 0.0001, "sequence")
 
 
 def test_choices_left_open_are_made():
@@ -311,9 +306,7 @@ def test_help_shows_every_flag_with_its_meaning_and_default_and_the_exit_codes()
     for name in config.FIELDS:
         assert config.flag(name) + " " in text or config.flag(name) + "," in text
     helps = {action.dest: action.help for action in config.make_parser()._actions}
-    ends = dict(layers="blocks [4]", sp="round a ring [on]", tied="the output [off]", out="all ranks share",
-                betas="its square [0.9,0.95]", schedule="draws it [1f1b]", data="Python's library")
-    for name, end in ends.items():
+    for name, end in dict(layers=" [4]", sp=" [on]", tied=" [off]", betas=" [0.9,0.95]", out="all ranks share").items():
         assert helps[name].endswith(end), name
 
 

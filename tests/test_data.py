@@ -18,14 +18,17 @@ from run import data
 from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, Source, shuffled
 
 
+def llm_c(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes()
+
+
 def token_file(path, tokens, kind="raw", dtype=np.uint16):
     tokens = np.asarray(tokens, dtype)
     if kind == "npy":
         np.save(path, tokens)
     else:
-        header = np.zeros(256, np.int32)
-        header[:3] = {"gpt2": (20240520, 1), "llama3": (20240801, 7)}.get(kind, (0, 0)) + (len(tokens),)
-        path.write_bytes((b"" if kind == "raw" else header.tobytes()) + tokens.tobytes())
+        header = {"raw": b"", "gpt2": llm_c(20240520, 1, len(tokens)), "llama3": llm_c(20240801, 7, len(tokens))}[kind]
+        path.write_bytes(header + tokens.tobytes())
     return str(path)
 
 
@@ -90,12 +93,8 @@ def npy(array) -> bytes:
     return stream.getvalue()
 
 
-def llm_c(*numbers: int) -> bytes:
-    return np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes()
-
-
-def ours(count: int, itemsize: int) -> bytes:
-    return np.array([(MAGIC, count, itemsize, 0)], OUR_HEADER).tobytes()
+def ours(count: int, itemsize: int, magic: bytes = MAGIC) -> bytes:
+    return np.array([(magic, count, itemsize, 0)], OUR_HEADER).tobytes()
 
 
 NO_NPY = "cannot be read as .npy, truncated or of another format"
@@ -173,14 +172,10 @@ def corpus(tmp_path):
     return Corpus([token_file(tmp_path / "a.npy", range(1000), "npy")], 1000)
 
 
-def test_every_epoch_reads_every_window_once_in_another_order(corpus):
-    samples = Samples(corpus, 9, seed=5)
-    assert samples.spans == 111
-    epochs = [[samples.start(epoch * 111 + i) for i in range(111)] for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(0, 999, 9)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert [Samples(corpus, 9, seed=6).start(i) for i in range(111)] != epochs[0]
+def test_another_seed_is_another_order_and_none_that_of_the_files(corpus):
     assert [Samples(corpus, 9, seed=None).start(i) for i in (0, 1, 110, 111)] == [0, 9, 990, 0]
+    of_seeds = [[Samples(corpus, 9, seed).start(i) for i in range(111)] for seed in (5, 6)]
+    assert of_seeds[0] != of_seeds[1] and sorted(of_seeds[0]) == sorted(of_seeds[1]) == list(range(0, 999, 9))
 
 
 def test_orders_are_as_random_as_their_keys():
@@ -214,27 +209,15 @@ def test_data_are_known_by_lengths_of_files_and_by_tokens_from_the_first_to_the_
         seen.append(Samples(Corpus(files, 9), 8, 0).identity())
     assert len({identity["hash"] for identity in seen}) == len(splits)
     assert [identity["files"] for identity in seen[:2]] == [1, 2]
-    corpus = Corpus(files, 9, separator=3)
-    changed = [Samples(corpus, 9, 0), Samples(corpus, 8, 1), Samples(corpus, 8, None), Samples(corpus, 8, 0)]
-    whole = dict(seen[-1], separator=3)
-    assert [sample.identity() for sample in changed] == [whole | dict(seq=9), whole | dict(seed=1),
-                                                         whole | dict(seed=None), whole]
+    for changed in dict(seq=9), dict(seed=1), dict(seed=None), {}:
+        samples = Samples(Corpus(files, 9, separator=3), **dict(seq=8, seed=0) | changed)
+        assert samples.identity() == seen[-1] | dict(separator=3) | changed
 
 
 def test_what_stays_on_the_host_are_documents_for_context_parallel_ranks():
-    here = torch.zeros(1, 2, dtype=torch.int64)
-    for batch in MicroBatch(here, here), MicroBatch(here, here, here, here), MicroBatch(*[here] * 6):
-        for copied in (False, True):
-            there = batch.to(torch.device("meta"), documents=copied)
-            where = [x if x is None else x.device.type for x in there]
-            places = [None, None] if batch.documents is None else ["meta", "meta" if copied else "cpu"]
-            assert where == ["meta", "meta", *places, *["meta" if batch.next_tokens is not None else None] * 2]
-
-
-def test_labels_are_the_tokens_one_place_further(corpus):
-    batch = Samples(corpus, 9, seed=5).micro_batch([0, 1, 2])  # the corpus counts up
-    assert torch.equal(batch.labels, batch.tokens + 1)
-    assert (batch.tokens[:, 0] % 9 == 0).all() and batch.tokens.shape == (3, 9)
+    for copied, place in (True, "meta"), (False, "cpu"):
+        there = MicroBatch(*[torch.zeros(1, 2)] * 6).to(torch.device("meta"), documents=copied)
+        assert [x.device.type for x in there] == ["meta" if x is not there.documents else place for x in there]
 
 
 def test_ranks_share_a_step_and_the_stream_does_not_know_how_many_there_are(corpus):
@@ -299,7 +282,7 @@ def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
     assert all(isinstance(mask, np.memmap) for mask in samples.corpus.masks)
     assert samples.step(0, 4, 2, 0, 2, end=1)[0].labels.tolist() == [[-100, -100, 13, 14], [-100] * 4]
     plain = Samples(Corpus([token_file(tmp_path / "c.bin", range(10, 23))], 30), 4, None)
-    assert torch.equal(plain.micro_batch([0, 1, 2]).labels.flatten(), torch.arange(11, 23))
+    assert plain.micro_batch([0, 1, 2]).labels.flatten().tolist() == list(range(11, 23))
 
 
 @pytest.mark.parametrize("mask, says", [
@@ -307,7 +290,7 @@ def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
     (np.ones(10, np.int64), "a.mask: has 80 bytes for the 10 tokens"), (np.ones(0), "a.mask: has 0 bytes for the 10"),
     (None, "a.mask: is missing: {folder}/a.bin was written with a mask beside it")])
 def test_a_mask_of_another_length_or_kind_or_none_is_named_in_one_line(tmp_path, mask, says):
-    (tmp_path / "a.bin").write_bytes(np.array([(data.MAGIC_MASKED, 10, 2, 0)], OUR_HEADER).tobytes() + bytes(20))
+    (tmp_path / "a.bin").write_bytes(ours(10, 2, data.MAGIC_MASKED) + bytes(20))
     if mask is not None:
         mask.tofile(tmp_path / "a.mask")
     with pytest.raises(ValueError) as error:
@@ -572,12 +555,9 @@ def test_text_that_replaces_conversations_takes_their_mask_away_and_may_stand_be
     assert not (folder / "tokens.mask").exists() and Corpus([out], 300).read(0, len(text))[2].all()
 
 
-def test_bytes_become_text_and_what_is_no_text_is_marked():
-    codec = data.Codec(BYTES_SEPARATOR)
+def test_without_a_tokenizer_text_is_bytes_and_tokens_are_not_sampled(tmp_path):
+    codec = data.codec_of(Corpus([__file__], 257), "")
+    assert codec == data.Codec(BYTES_SEPARATOR)
     assert codec.encode("hé") == [104, 195, 169] and codec.encode("h\udcff") == [104, 255]
-    assert codec.decode([256, 104, 195, 169, 300, 195]) == "hé\ufffd"
-
-
-def test_without_a_tokenizer_only_text_is_sampled(tmp_path):
-    assert data.codec_of(Corpus([__file__], 257), "") == data.Codec(data.BYTES_SEPARATOR)
+    assert codec.decode([256, 104, 195, 169, 300, 195]) == "hé\ufffd"  # what is no text is marked
     assert data.codec_of(Corpus([token_file(tmp_path / "a.bin", [1])], 9), "") is None

@@ -1,6 +1,5 @@
 """A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
 import contextlib
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -172,17 +171,6 @@ def test_flops_that_torch_does_not_count_are_those_of_the_shapes():
     assert flops_of(attended(q, k, v).sum().backward) == 5 * (2 * scores * 8)
 
 
-def test_a_collective_has_the_bytes_of_its_larger_side():
-    with dryrun.fake_world(4, 0), Meter(memory=False) as meter:
-        collectives.all_gather(torch.ones(8), torch.ones(2), grids.everyone())
-        collectives.reduce_scatter(torch.ones(2).half(), torch.ones(8).half(), grids.everyone())
-        collectives.all_reduce(torch.ones(3).double(), grids.everyone())
-        dist.barrier()
-    found = [(call.name, call.shape, call.dtype, call.bytes) for call in meter.collectives if call.name != "barrier"]
-    assert found == [("_allgather_base_", (8,), torch.float32, 32), ("_reduce_scatter_base_", (2,), torch.float16, 16),
-                     ("allreduce_", (3,), torch.float64, 24)]
-
-
 def test_an_action_that_allocates_nothing_has_what_is_alive():
     meter = Meter()
     with meter:
@@ -222,22 +210,17 @@ def test_the_page_is_what_was_found():
     """One that is made up, which has more than 100 actions."""
     MB = 10**6
     found = dryrun.DryRun(
-        peak=800 * MB, at_peak=dict(weights=400 * MB, activations=390 * MB, temporaries=10 * MB),
-        peak_of_kind=dict(weights=400 * MB, gradients=200 * MB, activations=500 * MB, temporaries=20 * MB),
+        peak=800 * MB, at_peak=dict(weights=400 * MB, activations=400 * MB),
+        peak_of_kind=dict(weights=400 * MB, gradients=20 * MB, activations=500 * MB),
         peak_of_action=[(Action("F", 0, 0), 800 * MB), (Action("B", 0, 0), 100 * MB + 1)] * 60,
-        flops=123_456_789, sent=dict(world=40_000, dp=5 * 10**9),
-        calls=dict(world=dict(allreduce_=1), dp=dict(gather=1200, allreduce_=2)))
+        flops=123_456_789, sent=dict(dp=5 * 10**9), calls=dict(dp=dict(gather=1200, allreduce_=2)))
     groups = dict(world=SimpleNamespace(rank=5, size=2048), tp=collectives.ALONE, dp=SimpleNamespace(rank=1, size=4))
     page = dryrun.report(found, groups, dict(weights=410 * MB, activations=470 * MB), 3.14)
-    lines = {" ".join(line.split()) for line in page.splitlines()}
-    assert lines >= {
-        "dry run rank 5 of 2,048 (dp 1 of 4), 3.1 s",
-        "weights 0.40 GB 0.40 GB 0.41 GB " + 20 * "█", "gradients 0.0 MB 0.20 GB",
-        "activations 0.39 GB 0.50 GB 0.47 GB " + 20 * "█", "temporaries 10.0 MB 20.0 MB",  # 19.5 of 40
-        50 * "FB", 50 * "█▂", 10 * "FB", 10 * "█▂", "compute 1.235e+08 FLOPs in matmuls per step",
-        "world 2,048 ranks 1 calls 0.0 MB 1 allreduce_", "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"}
-    alone = dryrun.report(found._replace(sent={}), dict(world=collectives.ALONE), {}, 0).splitlines()
-    assert alone[0] == "dry run rank 0 of 1 (alone), 0.0 s" and alone[-1].startswith("compute")
+    assert {" ".join(line.split()) for line in page.splitlines()} >= {
+        "dry run rank 5 of 2,048 (dp 1 of 4), 3.1 s", "compute 1.235e+08 FLOPs in matmuls per step",
+        "weights 0.40 GB 0.40 GB 0.41 GB " + 20 * "█", "activations 0.40 GB 0.50 GB 0.47 GB " + 20 * "█",
+        "gradients 0.0 MB 20.0 MB", 50 * "FB", 50 * "█▂", 10 * "FB", 10 * "█▂",
+        "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"}
 
 
 @pytest.mark.slow
@@ -246,16 +229,6 @@ def test_llama_405b_on_16384_ranks_takes_less_than_a_minute(capsys):
     train.main(config.parse(f"--dry-run 16383/16384 {LLAMA_405B}".split()))
     assert time.process_time() - began < 60
     assert "dry run rank 16383 of 16,384 (pp 15 of 16" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flags, line", [
-    ("--dry-run", "--dry-run: expected one argument"),
-    *((f"--dry-run {asked}", f"--dry-run {asked}: write RANK/GPUS, such as 0/64 for the first of 64")
-      for asked in ("8", "8/8", "0/0", "1/", "/8", "a/8", "0/-8", "0/8/8")),
-    ("--dry-run 0/8 --tp 3", "--tp 3 does not divide the ranks that --pp leaves (8): use one of 1, 2, 4, 8")])
-def test_what_cannot_be_dry_run_is_refused(flags, line):
-    with pytest.raises(ValueError, match=re.escape(line)):
-        config.parse(flags.split())
 
 
 # ---- the formulas beside it -----------------------------------------------------------------------------------------

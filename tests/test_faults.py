@@ -19,22 +19,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
-import grids
 import pytest
 import runs
 import torch
 import torch.distributed as dist
-from runs import metrics
+from runs import metrics, tensors
 
 import collectives
 import config
 import train
 import zero
-from groups import build_groups
 from run import checkpoint, faults, job, ranks, start
-from run.data import open_samples
 from run.ranks import Call, meet
-from test_checkpoint import tensors
 
 ROOT = Path(config.__file__).parent
 SMALL = (f"--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --warmup 2 --global-batch 12 --sample= --dtype fp64 "
@@ -92,7 +88,7 @@ def assert_as_undisturbed(pool, folder: Path, ranks: int, flags: str = "--steps 
     pool.run(ranks, "test_faults:run", flags=f"{flags} --metrics {folder}/straight")
     assert losses(folder / "m") == losses(folder / "straight")
     checkpoint.verify(folder / "out" / f"step-{len(losses(folder / 'm')):06d}")
-    assert left_over(folder / "out") == [] and orphans(str(folder)) == []
+    assert left_over(folder) == []
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------
@@ -269,13 +265,9 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
 
 def found(flags: str, rank: int, what: str, bit: int) -> str:
     """What check_replicas says if one bit of a tensor, of this rank and bucket 0, is another one."""
-    settings = config.parse(f"{SMALL} {flags}".split(), dist.get_world_size())
-    groups = build_groups(settings.grid, settings.model)
-    precision = settings.precision.dtype
-    model, optimizer = grids.built(settings, groups, "fp32" if precision == "auto" else precision)
-    samples = open_samples(settings, settings.data.data, 0)
+    _, groups, model, optimizer, share = runs.first_step(f"{SMALL} {flags}")
     for _ in range(2):
-        train.forward_backward(model, optimizer, train.local_micro_batches(samples, 0, 12, settings, groups), groups)
+        train.forward_backward(model, optimizer, share, groups)
         optimizer.step(0.01)
     bucket = optimizer.buckets[0]
     tensors = bucket.state | dict(weights=bucket.weights, bias=model.routers[0].bias if model.routers else None,
@@ -398,13 +390,15 @@ def test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing(pool):
 
 
 @pytest.mark.parametrize("calls, says", [
-    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0)}, "3, which does not answer"),
-    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: None, 3: None}, "2, 3, which is in no collective but in cp.py:7, f"),
+    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0)}, "waits for rank 3, which does not answer"),
+    ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: None, 3: None},
+     "waits for rank 2, 3, which is in no collective but in cp.py:7, f"),
     ({0: ("tp", 5, None), 1: ("dp", 9, None), 2: ("pp", 1, 0), 3: ("dp", 9, None)},
-     "1, which is in gather, call 9 on axis dp (ranks 1, 3), or later in cp.py:7, f"),
+     "waits for rank 1, which is in gather, call 9 on axis dp (ranks 1, 3), or later in cp.py:7, f"),
     ({0: ("pp", 2, 1), 1: ("dp", 9, None), 2: ("pp", 7, 0), 3: ("dp", 9, None)},
-     "2, which is in gather, call 7 on axis pp (ranks 0, 2), or later in cp.py:7, f"),
-    ({0: ("world", 2, None), 1: ("world", 2, None), 2: ("world", 2, None), 3: ("world", 2, None)}, None)])
+     "waits for rank 2, which is in gather, call 7 on axis pp (ranks 0, 2), or later in cp.py:7, f"),
+    (dict.fromkeys(range(4), ("world", 2, None)), "has not ended although all ranks have called it"),
+], ids=["silent", "computing", "elsewhere", "peer", "none"])
 def test_missing_are_ranks_that_do_not_answer_or_compute_or_wait_elsewhere(monkeypatch, calls, says):
     monkeypatch.setattr(faults, "innermost_line", lambda: "in cp.py:7, f")
     store = dist.HashStore()
@@ -413,12 +407,7 @@ def test_missing_are_ranks_that_do_not_answer_or_compute_or_wait_elsewhere(monke
     for rank, call in calls.items():
         monkeypatch.setattr(faults.record, "calls", {call[0]: call[1]} if call else {})
         dogs[rank].answer(call and Call("gather", *call))
-    line = dogs[0].describe(Call("gather", *calls[0]), dogs[0].answers())
-    if says:
-        assert line.endswith(f"), waits for rank {says}")
-    else:
-        assert line == ("gather, call 2 on axis world (ranks 0, 1, 2, 3), has not ended although all ranks have called "
-                        "it")
+    assert dogs[0].describe(Call("gather", *calls[0]), dogs[0].answers()).endswith(f"), {says}")
 
 
 def dog_without_a_thread(**attributes) -> faults.Watchdog:
@@ -539,19 +528,17 @@ def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_t
     assert end_of(capsys, error, dog) == ""
 
 
-def test_a_rank_that_fails_reports_before_those_that_lose_their_connection_to_it(monkeypatch):
+@pytest.mark.parametrize("waits, does", [(None, ["asks"]), (Call("gather", "dp", 1), [1, "asks"])],
+                         ids=["fails", "loses"])
+def test_a_rank_that_fails_reports_before_those_that_lose_their_connection_to_it(monkeypatch, waits, does):
     """They wait a second before they ask who reports, and it has asked when it ends."""
-    slept = []
-    monkeypatch.setattr(faults.threading, "Timer", Mock())
-    monkeypatch.setattr(faults.time, "sleep", slept.append)
-    for waits, error, want in (None, RuntimeError(), []), (Call("gather", "dp", 1), RuntimeError(), [1]):
-        dog = dog_without_a_thread(ranks=2)
-        dog.is_first_to_report = Mock(side_effect=lambda: slept.append("asks") or True)
-        monkeypatch.setattr(faults.record, "waiting_for", waits)
-        with patch.object(faults, "report", side_effect=SystemExit), pytest.raises(SystemExit):
-            faults.fail("in step 3", error, dog, faults.Stop())
-        assert slept == [*want, "asks"]
-        slept.clear()
+    done, dog = [], dog_without_a_thread()
+    dog.is_first_to_report = lambda: done.append("asks") or True
+    monkeypatch.setattr(faults.record, "waiting_for", waits)
+    with (patch.object(faults.threading, "Timer"), patch.object(faults.time, "sleep", done.append),
+          patch.object(faults, "report", side_effect=SystemExit), pytest.raises(SystemExit)):
+        faults.fail("in step 3", RuntimeError(), dog, faults.Stop())
+    assert done == does
 
 
 def test_a_rank_whose_report_fails_reports_alone_and_ends(monkeypatch, capsys):
@@ -624,28 +611,19 @@ def finished(process: subprocess.Popen, timeout_s: float = 300) -> tuple[str, st
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def left_over(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*") if path.name.startswith(".")
-            and not path.name == ".metadata"] if folder.exists() else []
-
-
-def orphans(mark: str) -> list[str]:
-    """Command lines of processes that have this in them."""
-    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
-    return [line for line in lines if mark in line]
-
-
-def assert_all_end(folder: Path, within_s: float) -> None:
+def left_over(folder: Path, within_s: float = 0) -> list[str]:
+    """What unfinished saves have left in the folder, and the processes that name it, if they do not end in time."""
     deadline = time.monotonic() + within_s
-    while orphans(str(folder)) and time.monotonic() < deadline:
+    while True:
+        lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+        left = [line for line in lines if str(folder) in line]
+        if not left or time.monotonic() > deadline:
+            return left + [path.name for path in folder.rglob(".*") if path.name != ".metadata"]
         time.sleep(0.5)
-    assert orphans(str(folder)) == []
 
 
 TWELVE = "--steps 12 --out {0}/out --save-every 2 --timeout 60 --metrics {0}/m --resume auto"
 NODES = "--nnodes {count} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id faults"
-WHERE = ["before", "loading", "forward", "collective", "optimizer", "staging", "writing", "commit", "evaluation",
-         "sampling", "exit"]
 
 
 def test_a_rank_is_killed_then_one_raises_and_nothing_is_lost(pool, tmp_path):
@@ -665,7 +643,8 @@ def test_a_rank_is_killed_then_one_raises_and_nothing_is_lost(pool, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ["before", "loading", "forward", "collective", "optimizer", "staging", "writing",
+                                   "commit", "evaluation", "sampling", "exit"])
 def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     """It is restarted, and nothing but the steps since the last checkpoint is lost."""
     step = {"before": 0, "loading": 0, "evaluation": 5, "sampling": 11, "exit": 11}.get(where, 7)
@@ -691,13 +670,11 @@ def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
     out, err = finished(process)
     assert time.time() - float(out.split("fault at ")[1].split("\n")[0]) < 20
     assert (process.returncode == 0) == (fault in ("term", "int"))  # torchrun's own code: it was asked, too
-    assert_all_end(tmp_path, 60)
-    assert time.monotonic() - began < 100
+    assert left_over(tmp_path, 60) == [] and time.monotonic() - began < 100
     if where == "loading" and fault == "kill-parent":  # with torchrun its store has gone: ranks cannot find each other
         return
     newest = start.checkpoints_in(tmp_path / "out")[0]
     checkpoint.verify(newest)
-    assert left_over(tmp_path / "out") == []
     if fault != "kill-parent":
         assert f"ended after {start.step_of(newest)} of 4000 steps, as asked" in out
         assert "train.py:" not in err and "exitcode" not in err
@@ -708,7 +685,7 @@ def test_no_rank_stays_when_torchrun_is_killed_and_a_rank_loops_for_ever(tmp_pat
     flags = f"--steps 4000 --timeout 20 --metrics {tmp_path}/m"
     process = launch(3, "kill-parent-and-loop", 1, 3, "forward", flags)
     process.wait(120)
-    assert_all_end(tmp_path, 120)
+    assert left_over(tmp_path, 120) == []
     finished(process)
 
 
@@ -738,7 +715,7 @@ def test_a_torchrun_that_has_lost_another_machine_goes_on_with_fewer_ranks(pool,
     assert ", 4 ranks, gloo" in out and ", 2 ranks, gloo" in out and "lost its connection" in err
     pool.run(4, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
     assert losses(tmp_path / "m") == pytest.approx(losses(tmp_path / "straight"), rel=1e-10)
-    assert len(losses(tmp_path / "m")) == 12 and orphans(str(tmp_path)) == []
+    assert len(losses(tmp_path / "m")) == 12 and left_over(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -759,7 +736,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, w
     assert f"waits for rank 1, which {answer}" in lines[0] and lines[0].endswith(" s of --timeout 20)")
     assert 10 < float(lines[0].split("(after ")[1].split(" ")[0]) <= 20
     assert err.split("Root Cause")[1].count(lines[0]) == 1 and "Traceback" not in err.split("train.py:")[0]
-    assert orphans(str(tmp_path)) == []
+    assert left_over(tmp_path) == []
 
 
 # ---- disks ----------------------------------------------------------------------------------------------------------
@@ -814,8 +791,6 @@ def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_
         assert left_over(folder) == []
 
 
-# ---- before the first step ------------------------------------------------------------------------------------------
-
 def test_a_run_goes_on_when_the_reader_of_its_output_has_gone():
     reading, writing = os.pipe()
     stream = faults.Tolerant(os.fdopen(writing, "w", buffering=1))
@@ -843,5 +818,4 @@ def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path):
     pool.run(4, "test_faults:run", flags=f"{flags} --out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl")
     want, got = (tensors(start.checkpoints_in(tmp_path / name)[0]) for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl")
-    assert left_over(tmp_path / "out") == [] and orphans(str(tmp_path)) == []
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl") and left_over(tmp_path) == []

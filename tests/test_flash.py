@@ -2,6 +2,7 @@
 import pytest
 import torch
 from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leaves, numbers
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash
 from cp import choose_attention
@@ -14,11 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning") 
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(params=["16x32", "32x16"])
-def tiles(request, monkeypatch):
-    monkeypatch.setattr(flash, "FP32_TILES", Tiles(*map(int, request.param.split("x")), 4, 1))
-
 
 @pytest.fixture
 def small_tiles(monkeypatch):
@@ -49,24 +45,21 @@ def attention_agrees(inputs, causal, documents, window=0, offset=None):
     close(flash_forward(*inputs, mask)[1], dense_attention(*(x.double() for x in inputs), mask)[1])
 
 
+@pytest.mark.parametrize("tiles", [(16, 32), (32, 16)])
 @pytest.mark.parametrize("rows, columns, causal", [(33, 33, True), (33, 33, False), (17, 40, True), (40, 17, True),
                                                    (40, 17, False), (1, 1, True)])
-def test_attention_of_any_length(tiles, rows, columns, causal):
+def test_attention_of_any_length(monkeypatch, tiles, rows, columns, causal):
+    monkeypatch.setattr(flash, "FP32_TILES", Tiles(*tiles, 4, 1))
     attention_agrees(heads(rows, columns, B=1), causal, None)
 
 
-@pytest.mark.parametrize("rows, columns, kind, causal", [
-    (37, 37, "packed", True), (37, 37, "in any order", True), (37, 37, "alone", True), (37, 37, "none meet", False),
-    (21, 50, "packed", False), (21, 50, "in any order", False)])
-def test_attention_of_documents(small_tiles, rows, columns, kind, causal):
-    attention_agrees(heads(rows, columns, N=1), causal, documents_of(kind, rows, columns))
-
-
-@pytest.mark.parametrize("rows, columns, kind, window", [
-    (37, 37, "one", 2), (37, 37, "one", 16), (37, 37, "one", 17), (37, 37, "packed", 40), (1, 50, "packed", 17),
-    (21, 50, "packed", 1), (21, 50, "packed", 17)])
-def test_attention_in_a_window(small_tiles, kind, rows, columns, window):
-    attention_agrees(heads(rows, columns, N=1), True, documents_of(kind, rows, columns), window)
+@pytest.mark.parametrize("rows, columns, kind, window, causal", [
+    (37, 37, "packed", 0, True), (37, 37, "in any order", 0, True), (37, 37, "alone", 0, True),
+    (37, 37, "none meet", 0, False), (21, 50, "packed", 0, False), (21, 50, "in any order", 0, False),
+    (37, 37, "one", 2, True), (37, 37, "one", 16, True), (37, 37, "one", 17, True), (37, 37, "packed", 40, True),
+    (1, 50, "packed", 17, True), (21, 50, "packed", 1, True), (21, 50, "packed", 17, True)])
+def test_attention_of_documents_and_in_a_window(small_tiles, rows, columns, kind, window, causal):
+    attention_agrees(heads(rows, columns, N=1), causal, documents_of(kind, rows, columns), window)
 
 
 @pytest.mark.parametrize("causal, offset", [(True, 5), (False, 5), (False, 16), (True, 40), (False, 90)])
@@ -110,15 +103,13 @@ def test_large_scores_do_not_overflow(small_tiles):
 
 def test_strides_do_not_matter(small_tiles):
     """q, k and v are views of one matmul's result, and do is an expanded scalar, with strides of 0."""
-    qkv, = leaves(numbers(2, 37, 6, 16))
-    q, k, v = (x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2))
-    o = flash_attention(q, k, v)
-    assert o.transpose(1, 2).is_contiguous()
-    o.sum().backward()
-    exact, = leaves(qkv, dtype=torch.float64)
-    q, k, v = (x.transpose(1, 2) for x in exact.split([4, 1, 1], 2))
-    dense_attention(q, k, v, CAUSAL)[0].sum().backward()
-    close(qkv.grad, exact.grad)
+    def parts(qkv):
+        return [x.transpose(1, 2) for x in qkv.split([4, 1, 1], 2)]
+
+    qkv = numbers(2, 37, 6, 16)
+    assert flash_attention(*parts(qkv)).transpose(1, 2).is_contiguous()
+    compare(lambda qkv: flash_attention(*parts(qkv)).sum(),
+            lambda qkv: dense_attention(*parts(qkv), CAUSAL)[0].sum(), [qkv])
 
 
 def test_numbers_of_a_head_need_not_be_contiguous():
@@ -171,27 +162,20 @@ def test_tiles_that_nobody_sees_are_not_loaded(small_tiles, window):
     """Documents of 5, 27, 1 and 15 tokens, tiles of 16 x 16: exactly those with a visible pair are loaded."""
     documents = torch.arange(4, device=DEVICE).repeat_interleave(torch.tensor([5, 27, 1, 15], device=DEVICE))[None]
     near = torch.ones(48, 48, dtype=torch.bool, device=DEVICE).tril().triu(1 - (window or 48))
-    tiles = near.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-    assert flash.find_loaded_tiles(Mask(window=window), 48, 16, 16) == tiles.tolist()
-    pairs = near & (documents.mT == documents)
-    tiles = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
-    assert flash.find_loaded_tiles(Mask(window=window, documents=(documents, documents)), 48, 16, 16) == tiles.tolist()
+    for pairs, both in (near, None), (near & (documents.mT == documents), (documents, documents)):
+        tiles = pairs.unflatten(0, (-1, 16)).unflatten(-1, (-1, 16)).any(-1).any(1)
+        assert flash.find_loaded_tiles(Mask(window=window, documents=both), 48, 16, 16) == tiles.tolist()
 
 
 def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
     """NaN in a query's do reaches keys in the tiles that it is computed with, none after it or of other documents."""
-    documents = torch.arange(2, device=DEVICE).repeat_interleave(32)[None]
-    q, k, v = heads(64, 64, 1, 1, B=1)
-    mask = Mask(documents=(documents, documents))
-    o, lse = flash_forward(q, k, v, mask)
-    do = torch.zeros_like(o)
+    documents, (q, k, v) = torch.arange(2, device=DEVICE).repeat_interleave(32)[None], heads(64, 64, 1, 1, B=1)
+    do = torch.zeros_like(q)
     do[:, :, 20] = torch.nan
-    dq, dk, dv = flash_backward(do, q, k, v, o, lse, mask)
-    assert dv.isnan().any(-1).flatten().tolist() == [True] * 32 + [False] * 32
-    assert dk.isnan().any(-1).flatten().tolist() == [True] * 32 + [False] * 32
-    assert dq.isnan().any(-1).flatten().tolist() == [row == 20 for row in range(64)]
-    dq, dk, dv = flash_backward(do, q, k, v, *flash_forward(q, k, v, Mask(window=6)), Mask(window=6))
-    assert dv.isnan().any(-1).flatten().tolist() == [False] * 0 + [True] * 32 + [False] * 32  # tiles of 16: 15 to 20
+    for mask in Mask(documents=(documents, documents)), Mask(window=6):  # which sees 15 to 20, in two tiles of 16
+        found = flash_backward(do, q, k, v, *flash_forward(q, k, v, mask), mask)
+        dq, dk, dv = (x.isnan().any(-1).flatten().tolist() for x in found)
+        assert dk == dv == [True] * 32 + [False] * 32 and dq == [row == 20 for row in range(64)]
 
 
 @pytest.mark.parametrize("kind, window", [("one", 0), ("packed", 14)])
@@ -236,14 +220,11 @@ def test_what_cannot_be_launched_is_refused_in_a_line(name):
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
 def test_flops_are_what_torch_counts():
-    """Backward has twice as many matmuls; our kernels compute scores three times instead of once, and dp twice."""
-    from torch.utils.flop_counter import FlopCounterMode
-    q, k, v = leaves(*heads(32, 32, 2, 2, B=3))
+    """Standard attention has 6 matmuls; the first FlashAttention repeats scores, ours do so twice, and dp once."""
     with FlopCounterMode(display=False) as counter:
-        attention_math(q, k, v, CAUSAL).sum().backward()
-    flops = {how: costs.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here")}
-    assert flops["standard"] == counter.get_total_flops()
-    assert [flops[how] / flops["standard"] for how in ("flash 1", "here")] == [7 / 6, 9 / 6]
+        attention_math(*leaves(*heads(32, 32, 2, 2, B=3)), CAUSAL).sum().backward()
+    standard, first, ours = (costs.attention_cost(how, 3, 2, 32, 16).flops for how in ("standard", "flash 1", "here"))
+    assert standard == counter.get_total_flops() == first * 6 / 7 == ours * 6 / 9
 
 
 # ---- on a GPU only --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ import tp
 import train
 from config import FP8_RECIPES
 from fp8 import BLOCK, E4M3, E5M2, SMALLEST, Fp8, Fp8Experts, Quantised, dequantise, quantise, to_fp8
-from param import Spec, draw, parameter
+from param import Spec, parameter
 from plan import costs
 from plan.memory import activation_bytes
 from run import device
@@ -85,9 +85,15 @@ def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: config.
     return y, dx, in_blocks(dy, grad_format, *across, recipe.pow2).t() @ in_blocks(x, E4M3, *across, recipe.pow2)
 
 
-def by_the_kernel(x, dtype, scale=None, pow2=False, rowwise=True, columnwise=True, tiles=False):
-    both = kernels.quantise(x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)
+def by_the_kernel(x, dtype, scale=None, pow2=False, **which):
+    both = kernels.quantise(x, dtype, scale, SMALLEST, pow2, **which)
     return fp8.Layouts(*(None if one is None else Quantised(*one) for one in both))
+
+
+def weight(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.nn.Parameter:
+    made = parameter(Spec("w", shape), {}, dtype)
+    made.data = normal(*shape, seed=seed, dtype=dtype)
+    return made
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-12) -> bool:
@@ -128,8 +134,7 @@ def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks, pow2):
         back = dequantise(form, torch.float64)
         filled = torch.zeros_like(back)
         filled[:, :whole.shape[1]] = whole
-        scale = form.scales.double()
-        scale = scale.repeat_interleave(BLOCK, 1) if blocks else scale
+        scale = form.scales.double().repeat_interleave(BLOCK, 1) if blocks else form.scales.double()
         half = 2.0 ** -(bits + 1)
         limit = torch.maximum(filled.abs() * half, 2.0 ** lowest * half * scale) * (1 + 2.0 ** -20)  # scales are fp32
         assert ((back - filled).abs() <= limit).all()
@@ -187,14 +192,13 @@ def test_products_err_as_their_factors_do(name, pow2):
     sign = [1 - 2 * (normal(*shape, seed=9) > 0).double() for shape in ((T, K), (N, K), (T, N))]
     x, w, dy = (sign * (0.1 + torch.rand(sign.shape, generator=torch.Generator().manual_seed(seed)).double())
                 for seed, sign in enumerate(sign))
-    layer = Fp8(recipe, torch.float32)
-    weight = parameter(Spec("w", (N, K)), {}, torch.float32)
-    weight.data = w.float()
-    y, quantised, out = layer.forward(x.float(), (weight,)), layer.prepare_grad(dy.float()), torch.zeros(N, K)
+    layer, matrix = Fp8(recipe, torch.float32), weight(N, K, dtype=torch.float32)
+    matrix.data = w.float()
+    y, quantised, out = layer.forward(x.float(), (matrix,)), layer.prepare_grad(dy.float()), torch.zeros(N, K)
     layer.wgrad(out, quantised, x.float())
     u, v = (2.0 ** -(FORMATS[format][0] + 1) for format in (E4M3, fp8.FORMATS[recipe.grad]))
     for got, a, b, first, second in [(y, x, w.t(), u, u),
-                                     (layer.dgrad(quantised, (weight,)), dy, w, v, u),
+                                     (layer.dgrad(quantised, (matrix,)), dy, w, v, u),
                                      (out, dy.t(), x, v, u)]:
         bound = (a.abs() @ b.abs()) * (first + second + first * second + a.shape[1] * 2.0 ** -23)
         error = (got.double() - a @ b).abs()
@@ -204,9 +208,7 @@ def test_products_err_as_their_factors_do(name, pow2):
 
 @pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
 def test_a_layer_is_the_recipe_s_formula(name, pow2):
-    recipe, T = FP8_RECIPES[name]._replace(pow2=pow2), 200
-    w = parameter(Spec("w", (256, 384)), {}, torch.float64)
-    w.data = normal(256, 384, seed=1)
+    recipe, T, w = FP8_RECIPES[name]._replace(pow2=pow2), 200, weight(256, 384, seed=1)
     x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.logspace(0, -3, T).double()[:, None]
     mm = Fp8(recipe, torch.float64)
     for linear in (lambda: Column.apply(x, TensorParallel(), mm, True, w),
@@ -214,39 +216,33 @@ def test_a_layer_is_the_recipe_s_formula(name, pow2):
         x.grad = w.grad = None
         y = linear()
         y.backward(dy)
-        for got, want in zip((y, x.grad, w.grad), emulated(x.detach(), w.detach(), dy, recipe)):
-            assert close(got, want)
+        assert all(map(close, (y, x.grad, w.grad), emulated(x.detach(), w.detach(), dy, recipe)))
 
 
 @pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
 def test_experts_are_the_recipe_s_formula_too(name, pow2):
     """One expert has no rows. A single scale is that of all experts; blocks of 128 rows are of one expert each."""
-    recipe, route = FP8_RECIPES[name]._replace(pow2=pow2), SimpleNamespace(rows_per_expert=[200, 0, 130])
-    w = parameter(Spec("w", (3, 256, 384)), {}, torch.float64)
-    w.data = normal(3 * 256, 384, seed=1).view(3, 256, 384)
+    recipe, rows, w = FP8_RECIPES[name]._replace(pow2=pow2), [200, 0, 130], weight(3, 256, 384, seed=1)
     x, dy = normal(330, 384).requires_grad_(), normal(330, 256, seed=2)
-    y = ep.GroupedLinear.apply(x, w, Fp8Experts(recipe, torch.float64), route, False)
+    y = ep.GroupedLinear.apply(x, w, Fp8Experts(recipe, torch.float64), SimpleNamespace(rows_per_expert=rows), False)
     y.backward(dy)
-    if recipe.blocks:
-        (x0, _, x2), (dy0, _, dy2) = (rows.detach().split(route.rows_per_expert) for rows in (x, dy))
-        y0, dx0, dw0 = emulated(x0, w[0].detach(), dy0, recipe)
-        y2, dx2, dw2 = emulated(x2, w[2].detach(), dy2, recipe)
-        wanted = torch.cat((y0, y2)), torch.cat((dx0, dx2)), torch.stack((dw0, torch.zeros_like(dw0), dw2))
-    else:
-        xs, ws, dys = (in_blocks(whole, format, 0, 0) for whole, format in (
-            (x.detach(), E4M3), (w.detach().flatten(0, 1), E4M3), (dy, fp8.FORMATS[recipe.grad])))
-        parts = [*zip(xs.split(route.rows_per_expert), ws.split(256), dys.split(route.rows_per_expert))]
-        wanted = (torch.cat([x @ w.t() for x, w, _ in parts]), torch.cat([dy @ w for _, w, dy in parts]),
-                  torch.stack([dy.t() @ x for x, _, dy in parts]))
-    for got, want in zip((y, x.grad, w.grad), wanted):
-        assert close(got, want)
+    xs, ws, dys = x.detach(), w.detach().flatten(0, 1), dy
+    if not recipe.blocks:
+        formats = E4M3, E4M3, fp8.FORMATS[recipe.grad]
+        xs, ws, dys = (in_blocks(whole, format, 0, 0) for whole, format in zip((xs, ws, dys), formats))
+
+    def formula(x, w, dy):
+        return emulated(x, w, dy, recipe) if recipe.blocks else (x @ w.t(), dy @ w, dy.t() @ x)
+
+    parts = [part for part in zip(xs.split(rows), ws.split(256), dys.split(rows)) if len(part[0])]
+    ys, dxs, dws = zip(*(formula(*part) for part in parts))
+    wanted = torch.cat(ys), torch.cat(dxs), torch.stack((dws[0], torch.zeros_like(dws[0]), dws[1]))
+    assert all(map(close, (y, x.grad, w.grad), wanted))
 
 
 @pytest.mark.parametrize("name", FP8_RECIPES)
 def test_experts_without_any_row_have_no_gradient(name):
-    w, route = parameter(Spec("w", (2, 256, 128)), {}, torch.float64), SimpleNamespace(rows_per_expert=[0, 0])
-    w.data = normal(512, 128).view(2, 256, 128)
-    x = normal(0, 128).requires_grad_()
+    w, x, route = weight(2, 256, 128), normal(0, 128).requires_grad_(), SimpleNamespace(rows_per_expert=[0, 0])
     y = ep.GroupedLinear.apply(x, w, Fp8Experts(FP8_RECIPES[name], torch.float64), route, False)
     y.sum().backward()
     assert y.shape == (0, 256) and x.grad.shape == (0, 128) and not w.grad.any()
@@ -258,10 +254,8 @@ def test_only_the_forward_of_linear_layers_with_one_scale_accumulates_fast(monke
     monkeypatch.setattr(fp8, "product", lambda *args, fast=False: made.append(fast) or product(*args, fast=fast))
     route = SimpleNamespace(rows_per_expert=[128])
     for name, forward in ("tensorwise", True), ("blockwise", False):
-        layer, w = Fp8(FP8_RECIPES[name], torch.float64), parameter(Spec("w", (128, 128)), {}, torch.float64)
-        expert = parameter(Spec("expert", (1, 128, 128)), {}, torch.float64)
-        w.data, expert.data, x = normal(128, 128), normal(128, 128)[None], normal(128, 128).requires_grad_()
-        alone = TensorParallel()
+        layer, w, expert = Fp8(FP8_RECIPES[name], torch.float64), weight(128, 128), weight(1, 128, 128)
+        x, alone = normal(128, 128).requires_grad_(), TensorParallel()
         for y in Column.apply(x, alone, layer, True, w), Row.apply(x, alone, layer, False, w):
             y.sum().backward()
         assert made == [forward] * 2 + [False] * 4
@@ -370,7 +364,8 @@ def test_shards_of_a_sequence_have_the_scales_of_all_tokens(pool):
 
 
 def test_weights_are_quantised_once_a_step():
-    """Two steps of two micro-batches, of which one is forward, backward and forward again."""
+    """After first values are loaded and after an update. Two steps of two micro-batches, of which one is forward,
+    backward and forward again."""
     with in_order((fp8, "quantise", lambda x, *_, tiles=False, **how: x.shape if tiles else None)) as made:
         steps(f"{ONE} --recompute full", "blockwise")
     matrices = [(768, 128), (128, 256), (512, 128), (128, 256)]  # of two blocks
@@ -378,9 +373,7 @@ def test_weights_are_quantised_once_a_step():
 
 
 def test_whatever_changes_weights_makes_fp8_weights_anew():
-    w = parameter(Spec("w", (128, 128)), {}, torch.float32)
-    w.data = normal(128, 128, dtype=torch.float32)
-    layer = Fp8(FP8_RECIPES["blockwise"], torch.float32)
+    w, layer = weight(128, 128, dtype=torch.float32), Fp8(FP8_RECIPES["blockwise"], torch.float32)
     first, _ = layer.quantise_weight((w,))
     assert layer.quantise_weight((w,))[0] is first
     with torch.no_grad():
@@ -392,22 +385,12 @@ def test_whatever_changes_weights_makes_fp8_weights_anew():
     assert torch.equal(dequantise(layer.quantise_weight((w,))[0], torch.float32), 4 * dequantise(first, torch.float32))
 
 
-def test_loaded_and_updated_weights_are_new_ones():
-    settings = config.parse(f"{MODEL} {ONE}".split())
-    *_, optimizer = grids.build(settings)
-    bucket = optimizer.buckets[0]
-    before = [p.generation for p in bucket.params]
-    bucket.load(draw(1))
-    assert all(p.generation > old for p, old in zip(bucket.params, before))
-
-
 @pytest.mark.parametrize("name, block", [(name, block) for name in FP8_RECIPES for block in ("column", "row")])
 def test_what_waits_for_a_weight_gradient_is_the_input_and_the_results_gradient(name, block):
     """In bytes that live between the two halves of a backward, beside the input's gradient: of a column parallel layer
     the result's gradient is in FP8, twice. tests/test_tp.py shows that no graph is kept."""
-    T, N, K, meter = 256, 384, 128, Meter()
-    w, mm = parameter(Spec("w", (N, K)), {}, torch.float32), Fp8(FP8_RECIPES[name], torch.float32)
-    w.data, x = normal(N, K, dtype=torch.float32), normal(T, K, dtype=torch.float32).requires_grad_()
+    T, N, K, meter, mm = 256, 384, 128, Meter(), Fp8(FP8_RECIPES[name], torch.float32)
+    w, x = weight(N, K, dtype=torch.float32), normal(T, K, dtype=torch.float32).requires_grad_()
     mm.quantise_weight((w,))
     layer = partial(Column.apply, x, TensorParallel(), mm, True, w)
     if block == "row":
@@ -480,9 +463,10 @@ def right_casts(monkeypatch):
         monkeypatch.setattr(kernels, "to_fp8", to_fp8_interpreted)
 
 
-def same(a: tuple[torch.Tensor, torch.Tensor], b: Quantised) -> bool:
-    """But for the sign of 0."""
-    return torch.equal(a[0].float(), b.data.float()) and torch.equal(a[1], b.scales)
+def same(x: torch.Tensor, format: torch.dtype, **how) -> bool:
+    """Whether the kernel and torch make the same copies, but for the sign of 0."""
+    return all(a is b is None or torch.equal(a.data.float(), b.data.float()) and torch.equal(a.scales, b.scales)
+               for a, b in zip(by_the_kernel(x, format, **how), quantise(x, format, **how)))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -492,33 +476,24 @@ def test_the_kernel_quantises_as_torch_does(format, T, K):
     x[0, :3] = torch.tensor([0.0, 1e-42, -1e-42])
     for pow2 in (False, True):
         for scale in (None, fp8.scale_of(x.abs().max() / 3, format, pow2)):  # a third: what does not fit is clamped
-            both = kernels.quantise(x, format, scale, SMALLEST, pow2)
-            assert all(map(same, both, quantise(x, format, scale, pow2)))
-        if T % BLOCK == 0:  # as weights are
-            both = kernels.quantise(x, format, None, SMALLEST, pow2, tiles=True)
-            assert all(map(same, both, quantise(x, format, pow2=pow2, tiles=True)))
-    rows, nothing = kernels.quantise(x, format, None, SMALLEST, columnwise=False)
-    assert nothing is None and same(rows, quantise(x, format)[0])
-    nothing, columns = kernels.quantise(x, format, None, SMALLEST, rowwise=False)
-    assert nothing is None and same(columns, quantise(x, format)[1])
-    if T % BLOCK == 0:  # experts'
-        rows, nothing = kernels.quantise(x, format, None, SMALLEST, columnwise=False, tiles=True)
-        assert nothing is None and same(rows, quantise(x, format, tiles=True)[0])
+            assert same(x, format, scale=scale, pow2=pow2)
+        assert T % BLOCK or same(x, format, pow2=pow2, tiles=True)  # as weights are
+    assert same(x, format, columnwise=False) and same(x, format, rowwise=False)
+    assert T % BLOCK or same(x, format, columnwise=False, tiles=True)  # experts'
 
 
 @pytest.mark.parametrize("T, K", [(40, 144), (128, 16), (130, 80), (0, 128)])
 def test_with_one_scale_the_kernel_needs_no_whole_tiles_and_no_rows(T, K):
     """Nor rows that are contiguous."""
-    x, scale = normal(K, T, dtype=torch.float32).t(), torch.tensor(0.005)
-    assert all(map(same, kernels.quantise(x, E4M3, scale, SMALLEST), quantise(x, E4M3, scale)))
-    assert T or all(map(same, kernels.quantise(x, E4M3, None, SMALLEST), quantise(x, E4M3)))
+    x = normal(K, T, dtype=torch.float32).t()
+    assert same(x, E4M3, scale=torch.tensor(0.005)) and (T or same(x, E4M3))
 
 
 def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():
-    buffer, weights = normal(3 * 128, 256, dtype=torch.float32), []
-    for part in buffer.split(128):
-        weights.append(parameter(Spec("w", (128, 256)), {}, torch.float32))
-        weights[-1].data = part
+    buffer = normal(3 * 128, 256, dtype=torch.float32)
+    weights = [weight(128, 256, dtype=torch.float32) for _ in range(3)]
+    for each, part in zip(weights, buffer.split(128)):
+        each.data = part
     with in_order((fp8, "quantise", lambda x, *_, **how: x)) as given:
         Fp8(FP8_RECIPES["blockwise"], torch.float32).quantise_weight(tuple(weights))
     assert given[0].data_ptr() == buffer.data_ptr() and torch.equal(given[0], buffer)
@@ -531,8 +506,7 @@ def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales, padded or not, of all three
     products."""
     monkeypatch.setattr(fp8, "quantise", by)
-    layer, w = Fp8(FP8_RECIPES[name], torch.float32), parameter(Spec("w", (N, K)), {}, torch.float32)
-    w.data = normal(N, K, dtype=torch.float32)
+    layer, w = Fp8(FP8_RECIPES[name], torch.float32), weight(N, K, dtype=torch.float32)
     x, dy = (both(layer, normal(T, width, dtype=torch.float32), grad) for width, grad in ((K, False), (N, True)))
     for a, b in [(x[0], layer.quantise_weight((w,))[0]), (dy[0], layer.quantise_weight((w,))[1]), (dy[1], x[1])]:
         operands = a.data, b.data.t(), *fp8.for_scaled_mm(a), *fp8.for_scaled_mm(b)
@@ -549,9 +523,8 @@ def test_no_product_lays_out_scales(monkeypatch, name):
     monkeypatch.setattr(fp8, "quantise", by_the_kernel)
     layer, operands = Fp8(FP8_RECIPES[name], torch.float32), []
     for shape in (128, 640), (2, 128, 640):
-        w = parameter(Spec("w", shape), {}, torch.float32)
-        w.data = normal(*shape, dtype=torch.float32)
-        operands += [q.select(1) if len(shape) == 3 else q for q in layer.quantise_weight((w,))]
+        copies = layer.quantise_weight((weight(*shape, dtype=torch.float32),))
+        operands += [q.select(1) if len(shape) == 3 else q for q in copies]
     for q in (*operands, *both(layer, normal(256, 640, dtype=torch.float32), False)):
         assert fp8.for_scaled_mm(q)[0].data_ptr() == q.scales.data_ptr()
 

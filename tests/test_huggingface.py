@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors.torch
-import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -281,12 +280,12 @@ def test_settings_that_config_json_leaves_out_are_transformers_defaults(architec
 
 
 @pytest.mark.parametrize("architecture, layers, settings", [
-    ("Qwen2", 28, dict(use_sliding_window=True, sliding_window=7)),  # by default the first 28 layers have none
-    ("Qwen3", 4, dict(use_sliding_window=True, sliding_window=7, max_window_layers=4)),
-    ("Qwen3", 4, dict(use_sliding_window=True, sliding_window=7, max_window_layers=0)),
+    ("Qwen2", 28, WINDOW),  # by default the first 28 layers have none
+    ("Qwen3", 4, dict(WINDOW, max_window_layers=4)),
+    ("Qwen3", 4, dict(WINDOW, max_window_layers=0)),
     ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, max_window_layers=0)),
     ("Qwen2", 4, dict(use_sliding_window=False, sliding_window=7, layer_types=["sliding_attention"] * 4)),
-    *(("Qwen3", 5, dict(use_sliding_window=True, sliding_window=7, layer_types=[
+    *(("Qwen3", 5, dict(WINDOW, layer_types=[
         "full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(5)]))
       for every in (1, 2, 3, 5, 6)),
     ("Mistral", 3, dict(sliding_window=None)), ("Mistral", 3, dict(sliding_window=9)),
@@ -531,42 +530,37 @@ def test_a_file_is_as_full_as_it_may_be(published):
     assert all(sum(size) + first > 30000 for size, (first, *_) in pairwise(sizes))
 
 
-def test_the_tokenizer_and_its_special_tokens_are_copied(published, tmp_path):
-    """Also into the folder in which it is, where the data may be."""
-    llama = loaded(published("llama"))
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "one": 1, "two": 2, "?": 3}, "?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template="{{ x }}")
-    given, folder = str(tmp_path / "given"), str(tmp_path / "exported")
-    fast.save_pretrained(given)
-    described = dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)
-    Path(given, "config.json").write_text(json.dumps(described))
-    other = shutil.copytree(given, tmp_path / "other")  # what the data's tokenizer has, the model's does not replace
-    (other / "config.json").write_text(json.dumps(dict(bos_token_id=1, max_position_embeddings=555)))
-    for tokenizers_from, to, bos, eos, longest in [
+def test_special_tokens_and_the_longest_sequence_are_those_of_the_published_model(published, tmp_path):
+    """Of several folders, of the first one; also if that is where the export goes, and the data may be."""
+    llama, given, other, folder = loaded(published("llama")), *(tmp_path / name for name in ("given", "other", "out"))
+    for path, described in ((given, dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)),
+                            (other, dict(bos_token_id=1, max_position_embeddings=555))):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(described))
+    for folders, to, bos, eos, longest in [
             ([""], folder, None, None, 99), ([given, other], folder, 0, [2, 3], 777), ([given], given, 0, [2, 3], 777)]:
-        export(llama, to, seq=99, published=tokenizers_from)
+        export(llama, to, seq=99, published=folders)
         settings = transformers.AutoConfig.from_pretrained(to)
         assert (settings.bos_token_id, settings.eos_token_id, settings.max_position_embeddings) == (bos, eos, longest)
-    for copied in given, folder:
-        again = transformers.AutoTokenizer.from_pretrained(copied)
-        assert again("two one three").input_ids == [2, 1, 3] and again.chat_template == "{{ x }}"
     with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
-        export(llama, folder, published=[str(tmp_path / "none")])
+        export(llama, folder, published=[tmp_path / "none"])
 
 
 def test_every_file_of_a_tokenizer_is_copied_and_nothing_else(published, tmp_path):
-    """Of those that transformers reads; without a config.json, too."""
+    """Of those that transformers reads; without a config.json, too. Those of the first of several folders, or in place.
+    """
     from transformers import tokenization_utils_base as base
     names = {base.SPECIAL_TOKENS_MAP_FILE, base.ADDED_TOKENS_FILE, base.TOKENIZER_CONFIG_FILE, base.FULL_TOKENIZER_FILE,
              base.CHAT_TEMPLATE_FILE, "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt"}
-    given, folder = tmp_path / "given", tmp_path / "exported"
-    given.mkdir()
-    for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
-        (given / name).write_text(name)
-    export(loaded(published("llama")), folder, published=["", str(given)])
-    copied = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"}
-    assert copied == names and all((folder / name).read_text() == name for name in names)
+    llama, given, other, folder = loaded(published("llama")), *(tmp_path / name for name in ("given", "other", "out"))
+    for path in given, other:
+        path.mkdir()
+        for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
+            (path / name).write_text(f"{path.name} {name}")
+    export(llama, folder, published=["", str(given), str(other)])
+    assert {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"} == names
+    export(llama, given, published=[str(given)])
+    assert all((path / name).read_text() == f"given {name}" for name in names for path in (folder, given))
 
 
 @pytest.mark.parametrize("flags, says", [

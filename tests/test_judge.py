@@ -138,13 +138,9 @@ def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one, capsys):
     """Copied beside somebody's trainer; a line for what differs, and 0, 1 or 2."""
     copy = tmp_path / "judge.py"
     copy.write_text(Path(judge.__file__).read_text())
-
-    def run(*arguments) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, copy, *map(str, arguments)], cwd=tmp_path, capture_output=True,
-                              text=True)
-
     assert judge.main([str(one / "one"), str(one / "one")]) == 0 and capsys.readouterr().out == ""
-    wrong = run(one / "one", one / "without", "--json")
+    wrong = subprocess.run([sys.executable, copy, one / "one", one / "without", "--json"], cwd=tmp_path,
+                           capture_output=True, text=True)
     kinds = {found["kind"] for found in json.loads(wrong.stdout)}
     assert wrong.returncode == 1 and kinds == {"gradient", "loss", "norm"}
     missing = python(copy, one / "one", tmp_path / "nowhere")

@@ -1,6 +1,7 @@
 """All kernels except attention against references in fp64: interpreted on CPUs, compiled on a GPU."""
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,30 +23,49 @@ from run.device import check_device
 from run.meter import Meter
 from tp import cross_entropy
 
+# Ours, and the same in torch, of fp64 inputs; of a norm also shapes of the inputs.
+NORM = (lambda x, y, weight: operations.RMSNormFunction.apply(x * 1, y, weight, 1e-5),
+        lambda x, y, weight: kernels.rms_norm_in_torch(x, y, weight, 1e-5), [(7, 20), (7, 20), (20,)])
 
-def exact_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int]) -> tuple[torch.Tensor, ...]:
-    return kernels.rope_in_torch(x, cos, sin, sum(heads[:2])).split(heads, 2)
+
+def rotation(angle: torch.Tensor, heads: list[int]) -> tuple[Callable, Callable]:
+    cos, sin = angle.cos(), angle.sin()
+    return (lambda x: operations.RotateFunction.apply(x * 1, cos, sin, heads),
+            lambda x: kernels.rope_in_torch(x, cos.double(), sin.double(), sum(heads[:2])).split(heads, 2))
+
+
+def entropy(labels: torch.Tensor, z_loss: float = 0.0, **options) -> tuple[Callable, Callable]:
+    """The incoming gradient is not 1, as forward is told."""
+    return (lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, z_loss=z_loss, loss_grad=numbers(seed=7),
+                                                           **options),
+            lambda x, weight: cross_entropy(x @ weight.t(), labels, z_loss=z_loss))
+
+
+@pytest.fixture
+def always_kernels(monkeypatch):
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
+
+
+@pytest.fixture(params=[False, True])
+def kernel_or_torch(monkeypatch, request):
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: request.param)
 
 
 # ---- norms, rotary embedding, SwiGLU --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 16), (1, 1), (20, 1000), (1, 2 ** 15)])
-def test_rms_norm(shape, monkeypatch):
+def test_rms_norm(shape, monkeypatch, always_kernels):
+    """Alone, where the stream is returned, too, and of a sum."""
     monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than rows, and no divisor
     x, weight, residual = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, seed=2)
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
-    compare(lambda x, weight: operations.RMSNormFunction.apply(x, None, weight, 1e-5)[1],
-            lambda x, weight: kernels.rms_norm_in_torch(x, None, weight, 1e-5)[1], [x, weight])
-    compare(lambda x, weight: operations.RMSNormFunction.apply(x * 1, None, weight, 1e-5),
-            lambda x, weight: kernels.rms_norm_in_torch(x, None, weight, 1e-5), [x, weight])
-    compare(lambda *inputs: operations.RMSNormFunction.apply(*inputs, 1e-5),
-            lambda *inputs: kernels.rms_norm_in_torch(*inputs, 1e-5), [x, residual, weight])
+    ours, exact, _ = NORM
+    compare(lambda x, weight: ours(x, None, weight)[1], lambda x, weight: exact(x, None, weight)[1], [x, weight])
+    compare(lambda x, weight: ours(x, None, weight), lambda x, weight: exact(x, None, weight), [x, weight])
+    compare(ours, exact, [x, residual, weight])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_a_residual_stream_has_the_bits_of_separate_operations(monkeypatch, kernel):
+def test_a_residual_stream_has_the_bits_of_separate_operations(kernel_or_torch):
     """In 16 bits, forward and backward. So a norm that backward makes again, without the sum, has the same bits."""
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
     found, derivatives = [], [numbers(7, 40, seed=seed, dtype=torch.float16) for seed in (3, 4, 5)]
     norm = SimpleNamespace(eps=1e-5)
     for together in (True, False):
@@ -64,39 +84,26 @@ def test_a_residual_stream_has_the_bits_of_separate_operations(monkeypatch, kern
 
 @pytest.mark.parametrize("rows_of", ["sequence", "batch"])
 @pytest.mark.parametrize("D, heads", [(16, [3, 2, 2]), (10, [2, 1, 1]), (2, [4])])
-def test_rope(monkeypatch, D, heads, rows_of):
+def test_rope(always_kernels, D, heads, rows_of):
     """Of queries and keys beside values, and of queries alone."""
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
     positions = torch.arange(6.0) if rows_of == "sequence" else torch.tensor([[0.0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0]])
     angle = positions[..., None, None].double().to(DEVICE) * 10000 ** -torch.linspace(0, 1, D // 2, device=DEVICE)
-    compare(lambda x: operations.RotateFunction.apply(x * 1, angle.cos().float(), angle.sin().float(), heads),
-            lambda x: exact_rotation(x, angle.float().cos().double(), angle.float().sin().double(), heads),
-            [numbers(2, 6, sum(heads), D)])
+    compare(*rotation(angle.float(), heads), [numbers(2, 6, sum(heads), D)])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_rope_is_in_place(monkeypatch, kernel):
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
-    qkv, angle = numbers(1, 6, 5, 16), torch.arange(6.0, device=DEVICE)[:, None, None] * numbers(8)
-    parts, values = operations.rotate_and_split(qkv, (angle.cos(), angle.sin()), [3, 1, 1]), qkv[:, :, 4].clone()
-    assert [part.data_ptr() - qkv.data_ptr() for part in parts] == [0, 4 * 3 * 16, 4 * 4 * 16]
-    assert torch.equal(parts[2][:, :, 0], values)
-
-
-@pytest.mark.parametrize("kernel", [False, True])
-def test_rope_of_some_of_the_heads_leaves_the_others_alone(monkeypatch, kernel):
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
+def test_rope_is_in_place_and_leaves_other_heads_alone(kernel_or_torch):
+    """Of all heads of a token, values among them, and of some of them."""
     wide, angle = numbers(2, 6, 5, 16), torch.arange(6.0, device=DEVICE)[:, None, None] * numbers(8)
-    want, others = wide[:, :, :3].clone(), wide[:, :, 3:].clone()
-    for heads in (wide[:, :, :3], want):
-        operations.rotate_and_split(heads, (angle.cos(), angle.sin()), [2, 1])
-    assert torch.equal(wide[:, :, :3], want) and torch.equal(wide[:, :, 3:], others)
+    rotated, before = wide[:, :, :3].clone(), wide.clone()
+    for heads, counts in ((wide[:, :, :4], [2, 1, 1]), (rotated, [2, 1])):
+        parts = operations.rotate_and_split(heads, (angle.cos(), angle.sin()), counts)
+        places = [4 * 16 * sum(counts[:i]) for i in range(len(counts))]
+        assert [part.data_ptr() - heads.data_ptr() for part in parts] == places
+    assert torch.equal(wide[:, :, :3], rotated) and torch.equal(wide[:, :, 3:], before[:, :, 3:])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_rope_takes_gradients_of_any_layout(monkeypatch, kernel):
+def test_rope_takes_gradients_of_any_layout(kernel_or_torch):
     """Attention may return gradients [B, heads, S, D]; seen as [B, S, heads, D], like x, they are not contiguous."""
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: kernel)
     angle, found = numbers(6, 1, 8), []
     grads = [numbers(2, heads, 6, 16, seed=seed).transpose(1, 2) for seed, heads in enumerate((4, 2, 2))]
     for gradients in (grads, [grad.contiguous() for grad in grads]):
@@ -107,14 +114,12 @@ def test_rope_takes_gradients_of_any_layout(monkeypatch, kernel):
 
 
 @pytest.mark.parametrize("shape", [(7, 2), (2, 3, 10), (3, 50)])
-def test_swiglu(shape, monkeypatch):
+def test_swiglu(shape, monkeypatch, always_kernels):
     monkeypatch.setattr(kernels, "SWIGLU_BLOCK", 16)
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
     compare(operations.swiglu, kernels.swiglu_in_torch, [numbers(*shape) * 3])
 
 
-def test_nothing_goes_in_and_nothing_comes_out(monkeypatch):
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
+def test_nothing_goes_in_and_nothing_comes_out(always_kernels):
     x, weight = leaves(numbers(0, 16), numbers(16))
     total, y = operations.RMSNormFunction.apply(x, x, weight, 1e-5)
     out = operations.swiglu(operations.RMSNormFunction.apply(y, None, weight, 1e-5)[1] + total)
@@ -187,20 +192,14 @@ def some_labels(T: int, V: int) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_linear_cross_entropy(chunk, z_loss):
-    """The incoming gradient is not 1, as forward has been told."""
-    x, weight, labels = numbers(11, 8), numbers(37, 8, seed=1), some_labels(11, 37)
-    compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, z_loss=z_loss, chunk=chunk,
-                                                           loss_grad=numbers(seed=7)),
-            lambda x, weight: cross_entropy(x @ weight.t(), labels, z_loss=z_loss), [x, weight])
+    compare(*entropy(some_labels(11, 37), z_loss, chunk=chunk), [numbers(11, 8), numbers(37, 8, seed=1)])
 
 
 @pytest.mark.parametrize("V, scale", [(1, 1), (9000, 1), (37, 1000)])
 def test_any_vocabulary_and_any_logits(V, scale):
     """Of a large vocabulary, which is read in blocks, the last block has the largest logits."""
     growing = torch.linspace(0.5, 4, V, device=DEVICE)[:, None]
-    x, weight, labels = numbers(5, 4) * scale, numbers(V, 4, seed=1) * growing, some_labels(5, V)
-    compare(lambda x, weight: kernels.linear_cross_entropy(x, weight, labels, loss_grad=numbers(seed=7)),
-            lambda x, weight: cross_entropy(x @ weight.t(), labels), [x, weight])
+    compare(*entropy(some_labels(5, V)), [numbers(5, 4) * scale, numbers(V, 4, seed=1) * growing])
 
 
 def test_beside_a_chunk_of_logits_nothing_is_as_large_as_the_weight():
@@ -278,23 +277,14 @@ def as_on_a_gpu(monkeypatch) -> None:
 
 
 DOCUMENTS = torch.arange(20, device=DEVICE)[None] // 7
-ANGLE = numbers(6, 1, 4)
-NORM = (lambda x, y, weight: operations.RMSNormFunction.apply(x * 1, y, weight, 1e-5),
-        lambda x, y, weight: kernels.rms_norm_in_torch(x, y, weight, 1e-5), [(7, 20), (7, 20), (20,)])
-ATTENTION = (lambda q, k, v, mask: flash.flash_attention(q, k, v, mask),
-             lambda q, k, v, mask: dense_attention(q, k, v, mask)[0], [(1, 4, 20, 16), (1, 2, 20, 16), (1, 2, 20, 16)])
-MASKS = operations.CAUSAL, operations.Mask(window=6), operations.Mask(documents=(DOCUMENTS, DOCUMENTS))
-ATTENTIONS = [(*(partial(function, mask=mask) for function in ATTENTION[:2]), ATTENTION[2]) for mask in MASKS]
+ATTENTIONS = [(partial(flash.flash_attention, mask=mask), lambda q, k, v, mask=mask: dense_attention(q, k, v, mask)[0],
+               [(1, 4, 20, 16), (1, 2, 20, 16), (1, 2, 20, 16)])
+              for mask in (operations.CAUSAL, operations.Mask(window=6), operations.Mask(documents=(DOCUMENTS,) * 2))]
 REPLACED = {  # kernel -> what launches it: ours, the same in torch, the shapes of the inputs
     "rms_norm_kernel": [NORM], "rms_norm_backward_kernel": [NORM],
-    "rope_kernel": [(lambda x: operations.RotateFunction.apply(x * 1, ANGLE.cos(), ANGLE.sin(), [3, 1, 2]),
-                     lambda x: exact_rotation(x, ANGLE.cos().double(), ANGLE.sin().double(), [3, 1, 2]),
-                     [(2, 6, 6, 8)])],
+    "rope_kernel": [(*rotation(numbers(6, 1, 4), [3, 1, 2]), [(2, 6, 6, 8)])],
     "swiglu_kernel": [(operations.swiglu, kernels.swiglu_in_torch, [(7, 20)])],
-    "cross_entropy_kernel": [(lambda x, weight: kernels.linear_cross_entropy(
-                                  x, weight, some_labels(11, 37), z_loss=0.1, chunk=4, loss_grad=numbers(seed=7)),
-                              lambda x, weight: cross_entropy(x @ weight.t(), some_labels(11, 37), z_loss=0.1),
-                              [(11, 8), (37, 8)])],
+    "cross_entropy_kernel": [(*entropy(some_labels(11, 37), 0.1, chunk=4), [(11, 8), (37, 8)])],
     "flash_forward_kernel": ATTENTIONS, "flash_dq_kernel": ATTENTIONS, "flash_dkv_kernel": ATTENTIONS}
 
 
@@ -311,10 +301,10 @@ def test_torch_replaces_a_kernel_that_does_not_run(monkeypatch, capsys, failed, 
 
 
 @pytest.mark.parametrize("rank, says", [(0, True), (1, False), (3, True)])
-def test_the_first_and_the_last_rank_say_that_a_kernel_does_not_run(monkeypatch, capsys, failed, rank, says):
+def test_the_first_and_the_last_rank_say_that_a_kernel_does_not_run(
+        monkeypatch, capsys, failed, always_kernels, rank, says):
     ranks = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: 4)
     monkeypatch.setattr(kernels, "dist", ranks)
-    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
     break_kernels(monkeypatch, "swiglu_kernel")
     operations.swiglu(numbers(3, 8))
     assert ("swiglu_kernel does not run here" in capsys.readouterr().out) == says
@@ -391,17 +381,13 @@ REFUSED = {  # what is launched -> what the error says
                      "must be contiguous"),
     "vocab": (lambda n: kernels.linear_cross_entropy(n(*ROW), n(9, 8), some_labels(3, 9), vocab=slice(3, 9)), "3, 9"),
 }
+if DEVICE == "cpu":  # compiled, bf16 is right
+    REFUSED["bf16"] = (lambda n: kernels.swiglu(n(*ROW).bfloat16()), "interpreted take no torch.bfloat16")
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_launched_is_refused_in_a_line(name):
     is_refused(*REFUSED[name])
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, bf16 is right")
-def test_the_interpreter_refuses_what_it_gets_wrong():
-    with pytest.raises(AssertionError, match="interpreted take no torch.bfloat16"):
-        kernels.swiglu(numbers(3, 8, dtype=torch.bfloat16))
 
 
 def test_neither_training_nor_fp8_needs_triton():

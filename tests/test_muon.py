@@ -5,6 +5,7 @@ import pytest
 import reference
 import torch
 from grids import DEEPSEEK, MIXTRAL, NO_GROUPS, ready
+from sharding import Unit
 from watch import in_order
 
 import config
@@ -13,7 +14,7 @@ import train
 from collectives import sent
 from groups import build_groups
 from muon import ITERATIONS, orthogonalize, orthogonalize_flops
-from param import Spec, box_shape, parameter
+from param import Spec
 from plan import costs
 from run.dryrun import fake_tensors, fake_world
 from run.meter import Meter
@@ -62,9 +63,7 @@ def test_equal_matrices_are_multiplied_together_but_large_ones_alone(monkeypatch
 
 def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
     """Both iterate in bf16, the exact one in fp64."""
-    weight = parameter(Spec("w", (48, 80)), NO_GROUPS, torch.bfloat16)
-    unit = torch.nn.Module()
-    unit.weight = weight
+    unit = Unit(Spec("w", (48, 80)), dtype=torch.bfloat16)
     optimizer = Optimizer({0: [unit]}, NO_GROUPS, rule="muon", weight_decay=0.1, clip=0.0)
     theirs, exact = (torch.nn.Parameter(torch.zeros(48, 80, dtype=dtype)) for dtype in (torch.float32, torch.float64))
     others = [torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
@@ -72,7 +71,7 @@ def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
     for step in range(3):
         grad = torch.randn(48, 80, generator=torch.Generator().manual_seed(step)).bfloat16()
         optimizer.begin_step(1)
-        (weight * grad).sum().backward()
+        (unit.weights[0] * grad).sum().backward()
         optimizer.finish_step()
         optimizer.step(0.01)
         theirs.grad, exact.grad = grad.float(), grad.double()
@@ -83,13 +82,11 @@ def test_an_update_is_as_near_the_exact_one_as_that_of_torch():
         assert error < 1.2 * of_torch < 0.06
 
 
-LLAMA = "--preset llama-3.1-8b --seq 64 --micro-batch 1 --dtype bf16 --optimizer muon --zero 1 --data " + __file__
-
-
 @pytest.mark.parametrize("flags, n", [("--dp 8", 8), ("--dp 16 --tp 2 --pp 2", 32)])
 def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
     world = n * (2 if "--pp" in flags else 1)
-    settings = config.parse(f"{LLAMA} {flags} --global-batch {2 * n}".split(), world)
+    settings = config.parse(f"--preset llama-3.1-8b --seq 64 --micro-batch 1 --dtype bf16 --optimizer muon --zero 1 "
+                            f"--global-batch {2 * n} {flags}".split(), world)
     with fake_world(world, 0), fake_tensors():
         groups = build_groups(settings.grid, settings.model)
         model = train.build_model(settings, groups, "cpu")
@@ -100,16 +97,13 @@ def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
         work[owner] += orthogonalize_flops(*matrix.shape)
     assert max(work) / (sum(work) / n) < 1.1
     assert sum(work) == len(model.blocks) * costs.muon_flops(settings.model, 0)
-    elements = sum(math.prod(matrix.shape) for matrix in muon.matrices)
-    held = [sum(math.prod(box_shape(piece.box)) for piece in matrix.pieces) for matrix in muon.matrices]
-    assert held == [math.prod(matrix.shape) for matrix in muon.matrices], "each element is on one rank"
-    moved = sum(math.prod(box_shape(piece.box)) for matrix, owner in zip(muon.matrices, muon.owners)
+    moved = sum(piece.numel for matrix, owner in zip(muon.matrices, muon.owners)
                 for piece in matrix.pieces if piece.rank != owner)
-    assert moved <= (n - 1) / n * elements
+    assert moved <= (n - 1) / n * sum(math.prod(matrix.shape) for matrix in muon.matrices)
 
 
 def sent_for_matrices(grid: str) -> tuple[int, int]:
-    """(bytes that this rank sends over the stage's ranks in an update, elements of all matrices of the model)"""
+    """(bytes that this rank sends in an update, elements of all matrices of the model)"""
     groups, model, optimizer, share = ready(f"{grid} --optimizer muon")
     train.forward_backward(model, optimizer, share, groups)
     sent.clear()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import grids
 import pytest
-import sharding
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import config
 import recompute
 import train
+from param import DTYPES
 from run import offload
 from run.data import MicroBatch
 from run.meter import Meter
@@ -43,26 +43,14 @@ def train_steps(flags: str) -> list[torch.Tensor]:
     return [*losses, *(flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values()))]
 
 
-def equal_on_ranks() -> list[bool]:
-    """For levels 1 and 3: whether two steps with and without offload give equal weights, master weights and moments."""
-    found = []
-    for level in (1, 3):
-        states = []
-        for what in ("none", "optimizer"):
-            flags = f"--zero {level} --layers 1 --global-batch 2 --micro-batch 1 --offload {what}"
-            groups, model, optimizer, share = sharding.built(flags, torch.bfloat16)
-            for _ in range(2):
-                train.forward_backward(model, optimizer, share, groups)
-                optimizer.step(0.01)
-            for bucket in optimizer.buckets:
-                bucket.unshard()
-            states.append([flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values())])
-        found.append(all(map(torch.equal, *states)))
-    return found
-
-
 def test_offloaded_shards_train_to_the_same_bits(pool):
-    assert pool.run(2, "test_offload:equal_on_ranks") == [[True, True]] * 2
+    for level in 1, 3:
+        grid = f"--micro-batch 12 --layers 1 --dtype bf16 --zero {level} --offload"
+        here, there = (pool.run(2, "grids:run", grid=f"{grid} {what}") for what in ("none", "optimizer"))
+        assert [rank["visible"] for rank in here] == [rank["visible"] for rank in there]
+        for what in ("params", "m", "v"):
+            wants, found = (grids.whole([rank[what] for rank in ranks]) for ranks in (here, there))
+            assert all(torch.equal(found[name], want) for name, want in wants.items())
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
@@ -82,34 +70,29 @@ class LateCopy:
         self.copy()
 
 
-class LateCopies:
-    """Names a copy by the sum of what is copied, or by the copy that comes first."""
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """Of late copies. A copy is named by the sum of what is copied, or by the copy that comes first."""
+    events, on_host = [], []
 
-    def __init__(self):
-        self.events, self.on_host = [], []
+    def zeros(shape, dtype, device) -> torch.Tensor:
+        on_host.append(torch.zeros(shape, dtype=dtype))
+        return on_host[-1]
 
-    def zeros(self, shape, dtype, device) -> torch.Tensor:
-        self.on_host.append(torch.zeros(shape, dtype=dtype))
-        return self.on_host[-1]
-
-    def start_copy(self, target: torch.Tensor, source: torch.Tensor, after: LateCopy | None = None) -> LateCopy:
+    def start_copy(target: torch.Tensor, source: torch.Tensor, after: LateCopy | None = None) -> LateCopy:
         def copy() -> None:
             if after:
                 after.copy()
             target.copy_(source)
 
         what = after.what if after else f"{source.sum().item():g}"
-        to_host = any(x.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() for x in self.on_host)
-        self.events.append(f"{'save' if to_host else 'fetch'} {what}")
-        return LateCopy(self.events, what, copy)
+        to_host = any(x.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() for x in on_host)
+        events.append(f"{'save' if to_host else 'fetch'} {what}")
+        return LateCopy(events, what, copy)
 
-
-@pytest.fixture
-def events(monkeypatch) -> list[str]:
-    late = LateCopies()
-    monkeypatch.setattr(offload, "host_zeros", late.zeros)
-    monkeypatch.setattr(offload, "start_copy", late.start_copy)
-    return late.events
+    monkeypatch.setattr(offload, "host_zeros", zeros)
+    monkeypatch.setattr(offload, "start_copy", start_copy)
+    return events
 
 
 @pytest.mark.parametrize("dtype", ["bf16 --moments bf16", "fp32", "bf16 --optimizer muon"])
@@ -126,7 +109,7 @@ def test_offloading_changes_no_bit(dtype, request):
 
 def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_named(monkeypatch):
     """On stand-ins for a GPU's streams and memory, which list what they are asked for."""
-    calls, streams = [], ["kernels"]
+    calls, streams, names = [], ["kernels"], iter(["out", "in"])  # nobody asks for a third one
 
     class Stream(NamedTuple):
         name: str
@@ -153,29 +136,26 @@ def test_each_direction_has_a_stream_which_waits_for_kernels_and_for_the_copy_na
         yield
         streams.pop()
 
-    monkeypatch.setattr(offload, "stream_of", lambda device, to_host: Stream("out" if to_host else "in"))
+    monkeypatch.setattr(offload, "stream_of", cache(offload.stream_of.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(names)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     gpu, host = Memory(True), Memory(False)
-    saved = offload.start_copy(host, gpu)
-    offload.start_copy(gpu, host, after=saved).wait()
-    assert calls == [
+    for _ in range(2):
+        saved = offload.start_copy(host, gpu)
+        offload.start_copy(gpu, host, after=saved).wait()
+    assert calls == 2 * [
         "out waits for kernels", "out copies while the host goes on", "out keeps the GPU's memory",
         "in waits for kernels", "in waits for what was copied out", "in copies while the host goes on",
         "in keeps the GPU's memory", "kernels waits for what was copied in"]
 
 
-def test_copies_of_one_direction_share_a_stream_and_memory_of_the_host_is_pinned(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    monkeypatch.setattr(offload, "stream_of", cache(offload.stream_of.__wrapped__))
-    first, second = torch.device("cuda:6"), torch.device("cuda:7")
-    streams = {offload.stream_of(device, to_host) for device in 2 * (first, second) for to_host in (False, True)}
-    assert len(streams) == 4
+def test_memory_of_the_host_is_pinned_for_a_gpu(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: asked.append(kwargs))
-    for device in first, torch.device("cpu"):
-        offload.host_zeros(4, torch.float32, device)
-    assert asked == [dict(dtype=torch.float32, pin_memory=True), dict(dtype=torch.float32, pin_memory=False)]
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory, **how: asked.append(pin_memory))
+    for device in "cuda", "cpu":
+        offload.host_zeros(4, torch.float32, torch.device(device))
+    assert asked == [True, False]
 
 
 def test_checkpoints_return_one_block_ahead(events):
@@ -235,31 +215,24 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
     settings = config.parse(f"{MODEL} --attention math {flags}".split())
     with FakeTensorMode(), ByDevice() as meter:
-        _, model, optimizer = grids.build(settings, "bf16", device="meta", filled=False)
+        _, model, optimizer = grids.build(settings, device="meta", filled=False)
         train.forward_backward(model, optimizer, micro_batches("meta"), grids.NO_GROUPS)
         optimizer.step(0.01)
     return meter.at_peak, grids.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
 
 
-def test_what_is_offloaded_is_on_the_host():
-    """12 bytes per parameter, and all inputs of blocks but two, leave the GPU, as the formula says."""
-    flags, inputs = "--dtype bf16 --recompute full --offload ", 4 * 2 * 16 * 32 * 2
+@pytest.mark.parametrize("dtype, state, at_host", [("bf16", 12, 12 + 4 + 2), ("fp32", 8, 12 + 4 + 4)])
+def test_what_is_offloaded_is_on_the_host(dtype, state, at_host):
+    """Bytes of each parameter, and all inputs of blocks but two, leave the GPU, as the formula says. The host also has
+    copies of gradients and weights, and in fp32 master weights, which without offloading are the weights."""
+    flags, inputs = f"--dtype {dtype} --recompute full --offload ", 4 * 2 * 16 * 32 * DTYPES[dtype].itemsize
     (none, formula, count), (optimizer, without_state, _), (activations, without_inputs, _) = (
         bytes_by_device(flags + what) for what in ("none", "optimizer", "activations"))
-    assert none["meta"] - optimizer["meta"] == formula["optimizer"] == 12 * count and without_state["optimizer"] == 0
-    assert optimizer["cpu"] - none["cpu"] == (12 + 4 + 2) * count  # and the copies of gradients and weights
+    assert none["meta"] - optimizer["meta"] == formula["optimizer"] == state * count
+    assert without_state["optimizer"] == 0 and optimizer["cpu"] - none["cpu"] == at_host * count
     assert none["meta"] - activations["meta"] == inputs // 2
     assert formula["activations"] - without_inputs["activations"] == inputs // 2
     assert activations["cpu"] - none["cpu"] == inputs
-
-
-def test_master_weights_are_on_the_host_also_where_the_weights_have_their_dtype():
-    with FakeTensorMode():
-        settings = config.parse(f"{MODEL} --offload optimizer".split())
-        *_, optimizer = grids.build(settings, "fp32", device="meta", filled=False)
-        for bucket in optimizer.buckets:
-            on_host = {what: flat.device.type for what, flat in bucket.state.items()}
-            assert on_host == dict(master="cpu", m="cpu", v="cpu") and bucket.weights.is_meta
 
 
 def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_parallelism():

@@ -35,36 +35,30 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
     monkeypatch.setattr(param, "DRAW_BLOCK", 16)  # so that even small tensors are drawn in several blocks
+    """Nor how many elements there are: of the ranks that have one, as many as said, one counts it."""
     spec, axes, copies = EXAMPLES[name]
-    full = draw(3)(spec, tuple(slice(0, n) for n in spec.shape))
-    held = torch.zeros(spec.shape, dtype=torch.int)
+    full = draw(3)(spec, local_box(spec, {}))
+    held, counted = (torch.zeros(spec.shape, dtype=torch.int) for _ in range(2))
     for groups in ranks(**axes):
         box = local_box(spec, groups)
         assert torch.equal(draw(3)(spec, box), full[box])
-        assert parameter(spec, groups, torch.float32).shape == full[box].shape
+        made = parameter(spec, groups, torch.float32)
+        assert made.shape == full[box].shape and made.untyped_storage().nbytes() == 4, "no memory of its own"
         held[box] += 1
-    assert (held == copies).all()
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_one_rank_counts_every_element(name):
-    spec, axes, _ = EXAMPLES[name]
-    counted = torch.zeros(spec.shape, dtype=torch.int)
-    for groups in ranks(**axes):
-        counted[local_box(spec, groups)] += is_first_replica(spec, groups)
-    assert (counted == 1).all()
+        counted[box] += is_first_replica(spec, groups)
+    assert (held == copies).all() and (counted == 1).all()
 
 
 def test_values_are_drawn_as_asked_for_in_blocks_of_rows():
-    spec = Spec("layers.0.ffn.w_up", (4000, 600), std=0.02)
-    values = draw(0)(spec, (slice(0, 4000), slice(0, 600)))
+    def drawn(name="layers.0.ffn.w_up", mean=0.0, seed=0):
+        return draw(seed)(Spec(name, (4000, 600), mean=mean, std=0.02), (slice(0, 4000), slice(0, 600)))
+
+    values = drawn()
     assert values.std().item() == pytest.approx(0.02, rel=0.01) and abs(values.mean().item()) < 1e-4
     assert not torch.equal(values[:1747], values[1747:2 * 1747])  # two blocks
-    other = draw(0)(Spec("layers.1.ffn.w_up", (4000, 600), std=0.02), (slice(0, 4000), slice(0, 600)))
-    assert not torch.equal(values, other) and not torch.equal(values, draw(1)(spec, (slice(0, 4000), slice(0, 600))))
+    assert not torch.equal(values, drawn("layers.1.ffn.w_up")) and not torch.equal(values, drawn(seed=1))
     assert torch.equal(draw(0)(Spec("norm", (4,), mean=1.0), (slice(1, 3),)), torch.ones(2))
-    moved = draw(0)(Spec("layers.0.ffn.w_up", (4000, 600), mean=3.0, std=0.02), (slice(0, 4000), slice(0, 600)))
-    torch.testing.assert_close(moved, values + 3, rtol=0, atol=1e-6)
+    torch.testing.assert_close(drawn(mean=3.0), values + 3, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 4, 5), (2, 3, 2, 3), (1, 1, 4), (4, 1)])
@@ -78,11 +72,6 @@ def test_a_flat_range_is_a_few_boxes_in_order(shape):
             assert len(found) <= 2 * len(shape) - 1
             parts = [whole[part].flatten() for part in found]
             assert torch.equal(torch.cat(parts) if parts else torch.empty(0), numbers.flatten()[start:stop])
-
-
-def test_a_parameter_has_no_memory_of_its_own():
-    weight = parameter(Spec("a", (1000, 1000)), {}, torch.float32)
-    assert weight.shape == (1000, 1000) and weight.untyped_storage().nbytes() == 4
 
 
 # ---- the entry for gradients -----------------------------------------------------------------------------------------
@@ -101,21 +90,16 @@ class Layer(torch.autograd.Function):
 
 
 class Bucket:
-    def __init__(self):
+    def __init__(self, *weights: torch.nn.Parameter):
         self.grads, self.heard = {}, []
+        for weight in weights:
+            param.attach_sink(weight, self)
 
     def main_grad(self, weight):
         return self.grads.setdefault(weight, torch.zeros(weight.shape))
 
     def ready(self, weight):
         self.heard.append(weight)
-
-
-def attach_bucket(weights: list[torch.nn.Parameter]) -> Bucket:
-    bucket = Bucket()
-    for weight in weights:
-        param.attach_sink(weight, bucket)
-    return bucket
 
 
 @pytest.fixture
@@ -141,22 +125,19 @@ def loss(x, weights, defer=True):
     return (times(times(x, weights[0]), weights[0]) * weights[1]).sum()
 
 
-def test_without_a_sink_gradients_are_in_grad(weights):
-    loss(torch.tensor([5.0], requires_grad=True), weights).backward()
-    assert weights[0].grad.item() == 2 * 5 * 2 * 3 and weights[1].grad.item() == 5 * 4
-
-
 def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
-    bucket = attach_bucket(weights)
+    bucket = Bucket(*weights)
     for passes in (1, 2):
         loss(torch.tensor([5.0], requires_grad=True), weights).backward()
         assert len(bucket.heard) == 2 * passes and set(map(id, bucket.heard)) == set(map(id, weights))
         assert bucket.grads[weights[0]].item() == passes * 60 and bucket.grads[weights[1]].item() == passes * 20
         assert weights[0].grad is None and weights[1].grad is None
+    with pytest.raises(AssertionError, match="w0 has a sink already"):
+        param.attach_sink(weights[0], bucket)
 
 
 def test_weight_gradients_wait_until_they_are_asked_for(weights):
-    bucket = attach_bucket(weights)
+    bucket = Bucket(*weights)
     x = torch.tensor([5.0], requires_grad=True)
     param.backward_input((0, 7), loss(x, weights), None)
     assert x.grad.item() == 12
@@ -166,6 +147,9 @@ def test_weight_gradients_wait_until_they_are_asked_for(weights):
     assert bucket.heard == [weights[1], weights[0]]
     assert bucket.grads[weights[0]].item() == 60
     assert not bucket.grads[weights[0]].requires_grad, "a graph would grow from every deferred gradient"
+    param.backward_input((0, 7), loss(x, weights, defer=False), None)
+    assert bucket.grads[weights[0]].item() == 2 * 60 and len(bucket.heard) == 4, "what must not be deferred is not"
+    param.backward_weight((0, 7))
 
 
 def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
@@ -192,7 +176,7 @@ def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
 def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_computes(weights):
     """In a split backward the caller's two calls do nothing, each first step comes before the last one's second, and a
     bucket hears that its weights are ready as soon as their last gradients are there."""
-    seen, buckets = [], [attach_bucket([weight]) for weight in weights]
+    seen, buckets = [], [Bucket(weight) for weight in weights]
     for bucket in buckets:
         bucket.ready = lambda weight: seen.append(f"ready {weight.spec.name}")
 
@@ -225,13 +209,6 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
     assert [bucket.grads[weight].item() for bucket, weight in zip(buckets, weights)] == [4.0, 2.0]
 
 
-def test_what_must_not_be_deferred_is_not(weights):
-    bucket = attach_bucket(weights)
-    param.backward_input((0, 0), loss(torch.tensor([5.0], requires_grad=True), weights, defer=False), None)
-    assert bucket.grads[weights[0]].item() == 60 and len(bucket.heard) == 2
-    param.backward_weight((0, 0))
-
-
 def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights):
     def fail(grad):
         raise FloatingPointError("in the middle of a backward")
@@ -243,17 +220,11 @@ def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights)
     assert param.queued_keys() == [] and not param.is_deferring() and weights[0].grad is None
     param.backward_input((0, 1), loss(x, weights), None)
     param.backward_weight((0, 1))
-    assert weights[0].grad.item() == 2 * 5 * 2 * 3, "of one backward"
-
-
-def test_a_parameter_has_one_sink(weights):
-    param.attach_sink(weights[0], Bucket())
-    with pytest.raises(AssertionError, match="w0 has a sink already"):
-        param.attach_sink(weights[0], Bucket())
+    assert weights[0].grad.item() == 2 * 5 * 2 * 3, "of one backward, and without a sink in .grad"
 
 
 def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
-    bucket = attach_bucket(weights)
+    bucket = Bucket(*weights)
 
     def backward(grad):
         param.accumulate_grad(tuple(weights), lambda out: out.add_(1.0))
@@ -266,13 +237,11 @@ def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
 
 
 def test_parameters_side_by_side_get_one_gradient():
-    flat = torch.zeros(5 * 4)
-    class Flat(Bucket):
-        def main_grad(self, weight):
-            return flat[:12].view(3, 4) if weight is first else flat[12:].view(2, 4)
-    first, second = parameter(Spec("a", (3, 4)), {}, torch.float32), parameter(Spec("b", (2, 4)), {}, torch.float32)
-    outs = []
-    for sink in (Flat(), None, None):
+    flat, outs = torch.zeros(5 * 4), []
+    first, second = (parameter(Spec("w", (rows, 4)), {}, torch.float32) for rows in (3, 2))
+    bucket = Bucket()
+    bucket.grads = {first: flat[:12].view(3, 4), second: flat[12:].view(2, 4)}
+    for sink in (bucket, None, None):
         first.sink = second.sink = sink
         param.accumulate_grad((first, second), lambda out: outs.append(out) or out.add_(torch.arange(20.0).view(5, 4)))
     assert outs[0].data_ptr() == flat.data_ptr() and torch.equal(flat, torch.arange(20.0))

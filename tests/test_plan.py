@@ -13,6 +13,7 @@ from itertools import chain, product
 from statistics import median
 from types import SimpleNamespace
 
+import grids
 import pytest
 from program import ROOT
 
@@ -23,9 +24,7 @@ import plan.memory
 import plan.time
 import schedules
 import train
-from collectives import Group
 from dp import assign_to_buckets
-from groups import AXES
 from plan import costs, fit, machines, predict, published, scaling, search
 from plan.machines import MACHINES, Level, Machine
 from plan.time import Kernels, Run, Seconds
@@ -66,7 +65,7 @@ def groups_of(grid, model, stage: int) -> dict:
                   tie=(2 if grid.pp > 1 else 1, 0))
     if grid.tp > model.kv_heads:
         wanted |= dict(kv=(model.kv_heads, 0), kv_copy=(grid.tp // model.kv_heads, 0))
-    return {axis: Group(axis) for axis in AXES} | {
+    return grids.NO_GROUPS | {
         axis: SimpleNamespace(size=n, rank=me) for axis, (n, me) in wanted.items() if n > 1}
 
 
@@ -184,9 +183,13 @@ def test_a_cluster_file_is_a_machine(tmp_path):
 OFFLOADED = "--preset llama-3.1-8b --seq 4096 --global-batch 4 --micro-batch 1 --recompute full --offload"
 
 
-def on_the_machine(run: Run, **rates: float) -> Run:
-    """With other rates of memory, of the host's and of the link between them."""
-    return run._replace(machine=run.machine._replace(**rates))
+def on_the_machine(run: Run, **other) -> Run:
+    """With other rates of memory, of the host's and of the link between them, or other levels."""
+    return run._replace(machine=run.machine._replace(**other))
+
+
+def no_latency(run: Run, bandwidth: float) -> Run:
+    return on_the_machine(run, levels=(Level("node", 1 << 20, 0.0, bandwidth),))
 
 
 def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
@@ -263,15 +266,13 @@ def test_few_micro_batches_show_what_many_need(schedule, monkeypatch):
 
 def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
     """(m + p - 1) times a micro-batch, p - 1 of them in 1 / chunks of the time, and 2 (p - 1) hops."""
+    monkeypatch.setattr(plan.time, "hop_seconds", lambda run: 0.5)
     for chunks, schedule in (1, "1f1b"), (2, "interleaved"):
         run = run_for(f"--layers 8 --pp 4 --global-batch 8 --micro-batch 1 --schedule {schedule}", 4)
         stages = [Seconds(1.0, 1.0, 1.0)] * 4 * chunks
-        hops = 6 * plan.time.hop_seconds(run)
         bound, busy = plan.time.bound_seconds(run, stages)
-        assert bound == pytest.approx((8 + 3 / chunks) * 3 * chunks + hops) and busy == [24.0 * chunks] * 4
+        assert bound == pytest.approx((8 + 3 / chunks) * 3 * chunks + 6 * 0.5) and busy == [24.0 * chunks] * 4
         assert bound <= plan.time.pipeline_seconds(run, stages)[0] * 1.001
-    monkeypatch.setattr(plan.time, "hop_seconds", lambda run: 0.5)
-    assert plan.time.bound_seconds(run, stages)[0] == pytest.approx(bound - hops + 6 * 0.5)
     alone = run_for("--layers 8 --global-batch 8 --micro-batch 1")
     assert plan.time.bound_seconds(alone, [Seconds(1.0, 1.0, 1.0)]) == (24.0, [24.0])
 
@@ -396,19 +397,15 @@ def test_a_fit_is_as_likely_as_the_error_of_a_prediction_says():
 def test_other_codes_hold_more():
     """Gradients in 16 bits beside those in fp32; what layers save times 1.4, logits in 16 bits and in fp32, twice;
     gathered inputs of all layers in flight, less the shard that is saved anyway."""
-    flags = "--preset llama-3.2-1b --dp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --seq 2048"
-    ours = run_for(flags)
+    ours = run_for("--preset llama-3.2-1b --dp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --seq 2048")
     theirs = ours._replace(kernels=Kernels(fused=False, gathered=2))
     logits = 2048 * 128256 / 2 * (2 + 4 + 4)
-    for rank, count in (0, 2), (1, 1):
+    for rank, layers, in_flight in (0, 10, 2), (1, 6, 1):
         fused, unfused = (plan.time.memory_of_rank(run, rank) for run in (ours, theirs))
-        elements = fused["weights"] // 2
-        assert unfused["gradients"] - fused["gradients"] == 2 * elements
-        layers = len(costs.stages_of(ours.settings)[rank])
-        assert unfused["gathered"] == 2 * layers * count * 2048 * 2 * 2048 / 2 and "gathered" not in fused
-        body = plan.time.activations_of_rank(ours, 0) if rank == 0 else plan.memory.activation_bytes(
-            ours.settings, 2, [range(layers)], 1, False)
-        assert plan.time.activations_of_rank(theirs, rank) == pytest.approx(1.4 * body + (logits if rank else 0))
+        assert unfused["gradients"] - fused["gradients"] == 2 * (fused["weights"] // 2)
+        assert unfused["gathered"] == 2 * layers * in_flight * 2048 * 2 * 2048 / 2 and "gathered" not in fused
+        body = plan.memory.activation_bytes(ours.settings, 2, [range(layers)], in_flight, False)
+        assert unfused["activations"] == pytest.approx(1.4 * body + logits * rank)
 
 
 @pytest.mark.parametrize("recipe, nbytes", [("tensorwise", 2 + 2 + 1 + 1), ("blockwise", 2 + 1 + 1)])
@@ -446,9 +443,8 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap
     all-gathers of inputs that are not saved."""
     run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
     run = run._replace(kernels=Kernels(tp_overlap=overlap, gathered=gathered))
-    fast = run.machine._replace(levels=(Level("node", 8, 0.0, 3e12),))
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
-    spent = plan.time.step_seconds(run._replace(machine=fast)).parts.get("tp", 0.0)
+    spent = plan.time.step_seconds(no_latency(run, 3e12)).parts.get("tp", 0.0)
     assert spent == pytest.approx(4 * (32 * of_layer + of_head) * one)
 
 
@@ -545,10 +541,6 @@ def test_recomputation_repeats_the_forward_but_what_no_backward_reads(flags, axi
     assert some["recomputed"] == pytest.approx((0, some["elementwise"].forward / 2, 0))
 
 
-def no_latency(run: Run, bandwidth: float) -> Run:
-    return run._replace(machine=run.machine._replace(levels=(Level("node", 1 << 20, 0.0, bandwidth),)))
-
-
 LLAMA_CP = "--preset llama-3.1-8b --tp 2 --seq 8192 --cp 4 --cp-style"
 Q, KV = 16 * 128, 2 * 4 * 128  # elements of a token, on one of two tensor parallel ranks
 
@@ -630,8 +622,7 @@ def test_kernels_have_their_generations_speed(machine, name):
 
 def test_tokens_of_a_rank_are_padded_to_equal_shares():
     """Of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
-    model = ("--layers 4 --hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 "
-             "--micro-batch 2")
+    model = "--hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 --micro-batch 2"
     assert run_for(f"{model} --cp 2 --tp 3").tokens == 2 * 60 / 2
     assert run_for(f"{model} --cp 2 --tp 3 --sp off").tokens == 2 * 52 / 2
     assert run_for(f"{model} --dp 2").micro_batches == 2
@@ -680,23 +671,21 @@ STEP = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq 8192 -
         "--recompute full")
 
 
-def missing(capsys, command: str, *words: str) -> list[str]:
-    """What of these words a command does not print."""
-    out = printed(capsys, command)
-    return [word for word in words if word not in out]
-
-
 @pytest.mark.parametrize("command, words", [
     ("params --preset llama-2-7b", ["6,738,415,616", "6,575,235,072", "8/3 h = 10,923"]),  # h = 4096, L = 32, V = 32000
     (f"memory {STEP}", ["the pipeline rank that needs most, of 2, ", "by pipeline rank, ", "by --recompute, ",
-                        "by --zero, ", "by --seq, ", " fits with probability "]),
+                        "by --zero, ", "by --seq, ", " fits with probability ",
+                        "  1,120  6,480"]),  # GB of 70B and 405B parameters, 16 bytes each: the playbook's
     (f"balance {STEP}", ["h100: matmuls reach 794 TFLOP/s", " GB/s", " tokens per micro-batch"]),
+    (f"step {STEP}", [" s per step (", " tokens/s per GPU\n", "  matmul ", "  cp ", "  recomputed ", "  bubble ",
+                      "MFU ", " fits with probability "]),
     ("step --hidden 256 --layers 8 --heads 4 --vocab 1000 --seq 512 --global-batch 64 --micro-batch 64 "
      "--recompute full --offload activations --gpus 1", ["inputs of blocks, to the host and back, not hidden"]),
     ("scaling --preset llama-3.1-8b --dp 8 --global-batch 64 --micro-batch 1 --train-tokens 1e12", [
         "= 557.7 PF-days", '--batch-ramp "', *scaling.optima(1e21), *scaling.TRAININGS, *scaling.MODELS])])
 def test_what_is_asked_for_is_printed(capsys, command, words):
-    assert missing(capsys, command, *words) == []
+    out = printed(capsys, command)
+    assert [word for word in words if word not in out] == []
 
 
 @pytest.mark.parametrize("section, name, values", [
@@ -708,52 +697,34 @@ def test_a_run_with_another_setting_is_that_of_its_flag(section, name, values):
             plan.time.needed_memory(run_for(f"{flags} --{name} {value}")))
 
 
-def test_bytes_of_state_are_those_of_their_tensors(capsys):
+def test_bytes_of_state_are_those_of_their_tensors():
     """Per parameter: weights, gradients, master weights and two moments; those of this code are in the table, too."""
     assert [*plan.__main__.STATE.values()] == [
         2 + 2 + 4 + 8, 2 + 2 + 4 + 4 + 8, 2 + 2 + 4 + 4, 2 + 4 + 4 + 8, 2 + 4 + 4 + 4]
-    line, = (x for x in printed(capsys, "memory --preset llama-3.2-1b").splitlines() if x.startswith("  16: "))
-    assert line.split()[-4:] == ["16", "112", "1,120", "6,480"]  # GB of 1B to 405B parameters: the playbook's
     for nbytes, flags in (18, ""), (14, "--moments bf16"):
         kinds = plan.time.needed_memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
         assert sum(kinds[kind] for kind in ("weights", "gradients", "optimizer")) == nbytes * 1_235_814_400
 
 
-def test_step_prints_what_is_predicted(capsys):
-    found, step = predict.predict(run_for(STEP)), plan.time.step_seconds(run_for(STEP))
-    assert missing(capsys, f"step {STEP}", f"h100: {step.seconds:.3f} s per step ({0.95 * step.seconds:.3g} to ",
-                   f" {found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU\n",
-                   *(f"  {name} " for name, seconds in step.parts.items() if seconds),
-                   *(f" {seconds:.3f} s " for seconds in step.parts.values() if seconds),
-                   *(f"{share:.1%} (" for share in (found.mfu, found.mfu_causal, found.hfu)),
-                   f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}\n") == []
-
-
 def test_search_prints_the_best_with_their_rate_per_gpu(capsys):
-    run = run_for("--preset tiny --grid auto --seq 512 --global-batch 64 --zero 1", 4)
-    found, fell = search.search(run, 4, dict(zero=1))
-    first, _, *rows, last = printed(
-        capsys, "search --preset tiny --gpus 4 --seq 512 --global-batch 64 --zero 1").splitlines()
-    assert first.startswith(f"h100, 4 GPUs: {len(found)} settings fit") and len(rows) == 10
+    flags = "--preset tiny --seq 512 --global-batch 64 --zero 1"
+    found, _ = search.search(run_for(f"{flags} --grid auto", 4), 4, dict(zero=1))
+    first, _, *rows, last = printed(capsys, f"search {flags} --gpus 4").splitlines()
+    assert f" {len(found)} settings fit" in first and last.startswith("others fell: ")
     assert [row.split("  ")[-1] for row in rows] == [search.describe(best.run.settings) for best in found[:10]]
-    assert cells(rows[0])[:3] == [f"{found[0].seconds:.3f} s", f"{64 * 512 / found[0].seconds / 4:,.0f}",
-                                  plan.memory.format_bytes(found[0].memory)]
-    limited = found[0]._replace(seconds=10.0, parts=dict(matmul=6.0, attention=3.0, bubble=1.0))
-    assert limited.limit() == "attention 30%"
-    assert last.startswith("others fell: ") and all(f": {count:,}" in last for _, count in fell.most_common(8))
+    assert cells(rows[0])[1] == f"{64 * 512 / found[0].seconds / 4:,.0f}"
+    assert found[0]._replace(seconds=10.0, parts=dict(matmul=6.0, attention=3.0, bubble=1.0)).limit() == "attention 30%"
 
 
-@pytest.mark.parametrize("price, more", [(2.5, ""), (3, "--price 3")])
-def test_scaling_prints_days_and_dollars(capsys, price, more):
-    """By default of 20 tokens per active parameter, on an H100 for 2.5 dollars per hour."""
+def test_scaling_prints_days_and_dollars(capsys):
+    """Of 20 tokens per active parameter."""
     flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 3 --seq 4096 --global-batch 64 --micro-batch 1"
     N, D = 12_879_925_248, 20 * 12_879_925_248
     hours = D / predict.predict(run_for(flags)).tokens_per_s_per_gpu / 3600
     loss = 1.81686 + 482.00572 / N ** 0.34781 + 2085.4342 / D ** 0.36585
-    assert missing(capsys, f"scaling {flags} {more}", f"{N:,} active, D {D:.3g} tokens",
-                   f"{6 * N * D / 8.64e19:,.1f} PF-days", f"on 8 x h100, as `step` predicts: {hours / 8 / 24:,.2f} days"
-                   f", {hours:,.0f} GPU-hours, {price * hours:,.0f} dollars",
-                   f"loss of this N and D: {loss:.3f} ", f"{64 * 4096:.3g}\n") == []
+    out = printed(capsys, f"scaling {flags} --price 3")
+    assert f"{N:,} active, D {D:.3g} tokens" in out and f"loss of this N and D: {loss:.3f} " in out
+    assert f": {hours / 8 / 24:,.2f} days, {hours:,.0f} GPU-hours, {3 * hours:,.0f} dollars" in out
 
 
 # ---- predictions and published runs ---------------------------------------------------------------------------------
@@ -795,13 +766,12 @@ def test_a_request_that_cannot_be_predicted_is_refused(request_, line):
 
 
 def test_a_request_is_its_flags():
-    asked = {"preset": "mixtral-8x7b", "dp": 4, "tp": 2, "ep": 4, "no_such": None, "global-batch": 8, "micro_batch": 1,
-             "sp": "off", "tied": True, "dtype": "fp16", "seq": 2048, "kernels": None}
-    run = predict.run_of(asked)
+    run = predict.run_of({"preset": "mixtral-8x7b", "dp": 4, "tp": 2, "ep": 4, "no_such": None, "global-batch": 8,
+                          "sp": "off", "tied": True, "dtype": "fp16", "kernels": None})
     grid = run.settings.grid
     assert (grid.dp, grid.tp, grid.ep, grid.sp, run.settings.model.tied) == (4, 2, 4, "off", True)
-    assert (run.settings.precision.dtype, run.machine.name) == ("fp16", "h100")
-    assert run.kernels == Kernels() and predict.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
+    assert (run.settings.precision.dtype, run.machine, run.kernels) == ("fp16", MACHINES["h100"], Kernels())
+    assert predict.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
 
 
 def test_stages_of_other_codes():
@@ -818,50 +788,40 @@ def test_stages_of_other_codes():
 
 
 def test_published_grids_have_the_ranks_and_sizes_that_are_published():
-    sizes = {"narayanan2021_sc21": [1.7e9, 18.4e9, 76.1e9, 310.1e9, 1008e9],
-             "korthikanti2022": [22e9, 22e9, 175e9, 175e9, 530e9, 530e9, 1008e9, 1008e9]}
-    made = {name: [] for name in sizes}
-    groups = set()
-    for row in published.rows():
+    rows = list(published.rows())
+    for row in rows:
         asked = row.request
         assert math.prod(asked.get(axis, 1) for axis in ("dp", "cp", "tp", "pp")) == asked["gpus"], row
         assert asked["kernels"]["launch"] in ("fitted", "free"), row  # not this code's
-        groups |= set(row.groups)
         if row.table == "korthikanti2022":  # the paper's two ways
             assert (asked["sp"] == "on") == (asked["recompute"] == "selective")
-        if row.table in sizes:
-            made[row.table].append(costs.parameters(predict.run_of(asked).settings.model).total)
-    assert made == {name: pytest.approx(of, rel=0.035) for name, of in sizes.items()}  # 1.65B is "1.7"
-    assert set(published.GOALS) < groups
-
-
-def published_run(groups: list[str], step_s: float | None, tp: int = 1, gpus: int = 8, micro_batch: int = 1):
-    request = dict(hidden=64, gpus=gpus, tp=tp, pp=1, micro_batch=micro_batch, global_batch=8, seq=16)
-    return published.Row("playbook_runs", 0, groups, request, step_s, None, step_s is not None)
+    for table, sizes in (("narayanan2021_sc21", [1.7e9, 18.4e9, 76.1e9, 310.1e9, 1008e9]),
+                         ("korthikanti2022", [22e9, 22e9, 175e9, 175e9, 530e9, 530e9, 1008e9, 1008e9])):
+        models = [predict.run_of(row.request).settings.model for row in rows if row.table == table]
+        assert [costs.parameters(model).total for model in models] == pytest.approx(sizes, rel=0.035)  # 1.65B is "1.7"
+    assert set(published.GOALS) < {group for row in rows for group in row.groups}
 
 
 def test_proposals_and_quantiles_by_hand():
     """Predicted times find the best run of both groups, the rule that of one: of its three proposals in the other two
     failed, and one is 6% slower."""
-    ran, failed = [published.FLAGGED], ["playbook_runs, failed"]
-    runs = [published_run(ran, 1.0, 8), published_run(ran, 1.06, 1), published_run(failed, None, 2),
-            published_run(failed, None, 4), published_run(ran, 2.0, 1, 16), published_run(ran, 0.1, 1, 512)]
-    seconds = {1.0: 1.0, 1.06: 1.3, None: 1.2, 2.0: 9.0, 0.1: 9.0}  # measured -> predicted
+    runs = []
+    for measured, predicted, tp, gpus in (  # measured: None for one that failed
+            (1.0, 1.0, 8, 8), (1.06, 1.3, 1, 8), (None, 1.2, 2, 8), (None, 1.2, 4, 8), (2.0, 9.0, 1, 16),
+            (0.1, 9.0, 1, 512)):
+        request = dict(hidden=64, gpus=gpus, tp=tp, pp=1, micro_batch=1, global_batch=8, seq=16, predicted=predicted)
+        groups = [published.FLAGGED] if measured else ["playbook_runs, failed"]
+        runs.append(published.Row("playbook_runs", 0, groups, request, measured, None, bool(measured)))
     objects = published.check_rows(runs, lambda request: dict(
-        step_s=1.0, tokens_per_s_per_gpu=1.0, memory_gb=1.0, fits=1.0))
-    for row, found in zip(runs, objects):
-        found["predicted"]["step_s"] = seconds[row.step_s]
+        step_s=request["predicted"], tokens_per_s_per_gpu=1.0, memory_gb=1.0, fits=1.0))
     assert published.proposals_close(runs, objects) == dict(predicted=1.0, rule=0.5)
     assert objects[0]["measured"]["tokens_per_s_per_gpu"] == 8 * 16 / 8 / 1.0
     objects[0]["predicted"]["fits"] = 0.4  # not proposed
     assert published.proposals_close(runs, objects) == dict(predicted=1.0, rule=1.0)
     assert published.errors(objects, "step_s")[-1] == pytest.approx(9 / 0.1 - 1)
     assert [published.quantile([1, 2, 3, 4, 5], part) for part in (0.5, 0.9, 1.0)] == [3, 5, 5]
-
-    def refuse(request):
-        raise ValueError("--pp 32: the last of these stages")
-    refused, = published.check_rows(runs[:1], refuse)
-    assert refused["predicted"] == {"fits": 0.0} and refused["refused"].startswith("--pp 32: ")
+    refused, = published.check_rows(runs[:1], predict.predict_request)
+    assert refused["predicted"] == {"fits": 0.0} and refused["refused"].startswith("--predicted")
 
 
 @pytest.mark.slow
@@ -891,10 +851,8 @@ def test_check_reads_a_folder(tmp_path, capsys):
     with open(os.path.join(published.FOLDER, "narayanan2021_sc21.json")) as file:
         table = json.load(file)
     (tmp_path / "one.json").write_text(json.dumps(table | dict(rows=table["rows"][:1])))
-    row, = published.rows(str(tmp_path))
-    error = abs(predict.predict_request(row.request)["step_s"] / row.step_s - 1)
     line, = (line for line in printed(capsys, f"check --tables {tmp_path}").splitlines() if line.startswith("SC21"))
-    assert cells(line)[1:3] == ["1", f"{error:.1%}"] and cells(line)[-1] == "step 5%"
+    assert cells(line)[1] == "1" and cells(line)[-1] == "step 5%"
 
 
 def test_only_the_last_of_equal_stages_has_the_head():
@@ -949,19 +907,13 @@ def test_search_leaves_nothing_out_that_the_command_line_takes(preset, experts):
 
 
 def test_advice_is_the_fewest_ranks_and_the_largest_model(monkeypatch):
-    """Of twice to 256 times as many ranks, and of the presets below this one; an own --dp does not count then."""
-    asked = []
-
-    def fits(run, gpus, given):
-        asked.append((gpus, dict(given)))
-        return gpus >= 100 or costs.parameters(run.settings.model).total < 9e9
-
-    monkeypatch.setattr(search, "fits", fits)
+    """Of twice to 256 times as many ranks, where an own --dp does not count, and of the presets below this one."""
+    monkeypatch.setattr(search, "fits", lambda run, gpus, given: gpus >= 100 if given == dict(tp=1) else (
+        costs.parameters(run.settings.model).total < 9e9))
     run = run_for("--preset llama-3.1-70b --dp 8")
     models = {costs.parameters(config.parse(["--preset", name]).model).total: name for name in config.PRESETS}
     largest = models[max(count for count in models if count < 9e9)]
     assert search.nearest(run, 8, dict(dp=8, tp=1)) == f"use 128 ranks or --preset {largest}, the largest that fits"
-    assert asked[:5] == [*((gpus, dict(tp=1)) for gpus in (16, 32, 64, 128)), (8, dict(dp=8, tp=1))]
     monkeypatch.setattr(search, "fits", lambda run, gpus, given: gpus > 8 * 256)
     said = search.why_none_fits(run, 8, {}, Counter(a=3, b=5, c=1))
     assert "9 settings none fits (b: 5, a: 3)" in said and " 1,269.97 GB: use more GPUs" in said  # 18 x 70,553,706,496
@@ -983,9 +935,7 @@ def test_a_host_is_its_cores(monkeypatch):
     for ranks, cores in (2, 1.0), (8, 0.5):
         host = search.this_machine(ranks)
         assert (host.peak(), *{host.memory_bandwidth, host.host_link, host.host_memory}) == (3e10 * cores, 5e9 * cores)
-        assert (host.name, host.gpus_per_node, host.memory_bytes) == ("cpu", ranks, 2**32 / ranks)
-        assert host.levels[0][1:4] == (ranks, 1e-4, 5e8 * cores)
-    assert search.this_machine(2, None, 6e9).memory_bytes == 3e9
+        assert (host.memory_bytes, *host.levels[0][1:4]) == (2**32 / ranks, ranks, 1e-4, 5e8 * cores)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -1093,10 +1043,8 @@ def auto(flags: str, ranks: int, machine: Machine) -> tuple[config.Config, str]:
 
 def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     settings, reason = auto(MODEL, 16, MACHINES["h100"])
-    found, _ = searched()
-    best, second = found[:2]
-    assert reason.startswith(f"{search.describe(settings)}: of {len(found)} settings that fit on 16 x h100, ")
-    assert f"{best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}; next " in reason
+    (best, second, *_), _ = searched()
+    assert reason.startswith(search.describe(settings)) and f" limit {best.limit()}; next " in reason
     assert reason.endswith(f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
     again = config.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
@@ -1146,7 +1094,7 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
     assert runs == [f"--preset tiny --lr 0.001 {search.describe(candidate.run.settings)}" for candidate in best[:5]]
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["command"] for record in written] == runs
-    assert first == "\n".join([search.SWEEP_HEADER, *map(search.table_line, written), search.draw_map(written), ""])
+    assert first.endswith(search.draw_map(written) + "\n") and first.count("out of memory") > 5
     assert printed(capsys, command) == first and len(runs) == 5
 
 
@@ -1180,17 +1128,15 @@ def test_a_swept_run_is_its_median_after_the_first_steps_or_its_error(monkeypatc
 
 def test_the_map_of_a_sweep_shows_the_fastest_run_of_each_grid():
     rest = dict(error="", step_s=1.5, mfu=0.25, memory_gb=3.0, predicted_s=1.25)
-    records = [dict(rest, status="ok", tokens_per_s=speed, flags=flags) for speed, flags in (
+    first, *others = (dict(rest, status="ok", tokens_per_s=speed, flags=flags) for speed, flags in (
         (1000.0, "--dp 4 --zero 1 --micro-batch 2"), (3000.0, "--dp 4 --zero 3 --micro-batch 4"),
-        (2000.0, "--dp 1 --tp 2 --pp 2 --zero 0 --micro-batch 8"))]
-    records.append(dict(rest, status="failed", flags="--pp 2", error="took more than 60 s"))
-    assert [cells(line)[-2:] for line in search.draw_map(records).splitlines()] == [
+        (2000.0, "--dp 1 --tp 2 --pp 2 --zero 0 --micro-batch 8")))
+    failed = dict(rest, status="failed", flags="--pp 2", error="took more than 60 s")
+    assert [cells(line)[-2:] for line in search.draw_map([first, *others, failed]).splitlines()] == [
         ["tp 1", "tp 2"], ["pp 1", "3,000 (z3, mb 4)"], ["failed", "2,000 (z0, mb 8)"]]
-    for record, line in ((records[0], "ok 1.500 s 1,000 25.0% 3.00 GB 1.250 s --dp 4 --zero 1 --micro-batch 2"),
-                         (records[0] | dict(mfu=None), "ok 1.500 s 1,000 - 3.00 GB 1.250 s --dp 4 --zero 1 "
-                                                       "--micro-batch 2"),
-                         (records[3], "failed 1.250 s --pp 2 took more than 60 s")):
-        assert " ".join(search.table_line(record).split()) == line
+    lines = [" ".join(search.table_line(record).split()) for record in (first, first | dict(mfu=None), failed)]
+    assert lines == [*(f"ok 1.500 s 1,000 {mfu} 3.00 GB 1.250 s {first['flags']}" for mfu in ("25.0%", "-")),
+                     "failed 1.250 s --pp 2 took more than 60 s"]
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """Pipeline schedules as data: complete, free of deadlock, as long and as large as the formulas, and torch's own."""
-import inspect
 import re
 import time
 import weakref
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 import grids
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from rendezvous import check_rendezvous, replay, stream_of_link
 from torch.distributed.pipelining import schedules as torchs
-from watch import noted
 
 import collectives
 import pp
@@ -76,23 +74,13 @@ def owner(schedule: str, p: int, m: int, stage: int, k: int) -> int:
 def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
     seen = 0
     for m, plan in plans(schedule):
-        for actions in plan.ranks:
-            at = {action: i for i, action in enumerate(actions)}
-            assert len(at) == len(actions)
-            for op, stage, k in actions:
-                if op in "BI":
-                    assert at[Action("F", stage, k)] < at[Action(op, stage, k)]
-                if op == "W":
-                    assert at[Action("I", stage, k)] < at[Action("W", stage, k)]
-        where = {}
+        order = defaultdict(str)
         for r, actions in enumerate(plan.ranks):
             for op, stage, k in actions:
+                order[stage, k] += op
                 assert plan.owner[stage, k] == r == owner(schedule, len(plan.ranks), m, stage, k)
-                where[op if op in "FW" else "B", stage, k] = op
-        splits = {key[1:] for key, op in where.items() if op == "I"}
-        pairs = {(stage, k) for stage in range(plan.stages) for k in range(m)}
-        assert {key[1:] for key in where if key[0] == "F"} == pairs == {key[1:] for key in where if key[0] == "B"}
-        assert {key[1:] for key in where if key[0] == "W"} == splits
+        assert order.keys() == {(stage, k) for stage in range(plan.stages) for k in range(m)}
+        assert set(order.values()) <= {"FB", "FIW"}
         lists = lower(plan)
         check_rendezvous(lists)
         sent = [(i, item) for i, items in enumerate(lists) for item in items if isinstance(item, Transfer)]
@@ -286,20 +274,17 @@ def test_the_order_is_that_of_torch(schedule, name, v):
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
-    """Three columns per unit of time; a box is as wide as its time, less a gap of one. A rank's later chunk is in lower
-    case or, with color, underlined."""
+    """Three columns per unit of time, less a gap of one. A rank's later chunk is in lower case or, with color,
+    underlined."""
     spans = simulate(make_plan("zb-v", 2, 4))
     plain, colored = (timeline.draw(spans, color).splitlines() for color in (False, True))
-    colors = set()
-    for r, (actions, line) in enumerate(zip(spans, plain)):
+    for r, (actions, line, bright) in enumerate(zip(spans, plain, colored)):
         assert line.startswith(f"rank  {r} ") and len(line[8:].split()) == len(actions)
-        boxes = re.findall(r"\033\[(4;)?48;5;(\d+);30m(.*?)\033\[0m", colored[r])
-        for ((op, stage, k), start, stop), (underline, number, text) in zip(actions, boxes, strict=True):
+        for (op, stage, k), start, stop in actions:
             assert line[8 + round(3 * start):8 + round(3 * stop)].strip() == f"{op if stage == r else op.lower()}{k}"
-            assert text.strip() == str(k) and len(text) == 3 * (stop - start) - 1 and bool(underline) == (stage != r)
-            colors.add((op, number))
-        assert len(re.sub(r"\033.*?m", "", colored[r])) == 8 + 3 * actions[-1].stop - 1  # no gap at the end
-    assert len(colors) == len(dict(colors)) == len({number for _, number in colors}) == 3  # F, I and W
+        boxes = re.findall(r"\033\[(4;)?48;5;(\d+);30m *(\d) *\033\[0m", bright)
+        assert boxes == [("4;" * (stage != r), str(timeline.COLORS[op][1]), str(k)) for (op, stage, k), *_ in actions]
+        assert len(re.sub(r"\033.*?m", "", bright)) == len(line) == 8 + 3 * actions[-1].stop - 1  # no gap at the end
 
 
 def test_an_svg_shows_times_chunks_and_activations_to_scale():
@@ -308,21 +293,18 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
               for name, of_stage in (("1f1b", 1.0), ("zb-v", 0.5))}
     unit, most = 780 / 15, 2  # 1f1b takes (4 + 1) (F + I + W) and holds 2 micro-batches, as zb-v does
     elements = ElementTree.fromstring(timeline.svg(panels)).findall("*")
-    boxes = [item for item in elements if item.tag.endswith("rect") and "class" in item.attrib]
-    held = [item.attrib["d"] for item in elements if item.get("class") == "held"]
-    assert [item.text.split(":")[0] for item in elements if item.get("class") == "title"] == ["1f1b", "zb-v"]
+    boxes = (item.attrib for item in elements if item.tag.endswith("rect") and "class" in item.attrib)
+    held = (item.attrib["d"] for item in elements if item.get("class") == "held")
     for spans, stages in zip(panels.values(), (2, 4)):
         for r, actions in enumerate(spans):
-            mine, boxes, path, count = boxes[:len(actions)], boxes[len(actions):], [], 0
-            bottom = float(mine[0].attrib["y"]) + 31
-            for ((op, stage, _), start, stop), box in zip(actions, mine, strict=True):
-                place = [float(box.attrib[name]) for name in ("x", "width")]
+            for ((op, stage, _), start, stop), box in zip(actions, boxes):
+                place = [float(box["x"]), float(box["width"])]
                 assert place == pytest.approx([56 + start * unit, (stop - start) * unit], abs=0.1)
-                assert box.attrib["class"] == op and ("opacity" in box.attrib) == (stage != r)
-                count += dict(F=1, B=-1, I=0, W=-1)[op] * 2 / stages
-                path += [56 + (start if op == "F" else stop) * unit, bottom - 13 * count / most]
-            assert [float(x) for x in re.findall(r"[\d.]+", held.pop(0))] == pytest.approx([56, bottom, *path], abs=0.1)
-    assert [box.attrib["class"] for box in boxes] == ["F", "B", "I", "W"] and not held  # the legend
+                assert box["class"] == op and ("opacity" in box) == (stage != r)
+            bottom, *levels = map(float, re.findall(r"[ V]([\d.]+)", next(held)))
+            counts = activations_held([span.action for span in actions])
+            assert levels == pytest.approx([bottom - 13 * count * 2 / stages / most for count in counts], abs=0.1)
+    assert [box["class"] for box in boxes] == ["F", "B", "I", "W"] and not [*held]  # the legend
 
 
 def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
@@ -358,7 +340,7 @@ def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_a
     timeline.main([])
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: float(line.split()[1]) for line in lines if "units of time" in line}
-    assert set(ends) == set(timeline.SCHEDULES)
+    assert set(ends) == set(SCHEDULES)
     assert ends["1f1b"] == 33 and ends["interleaved"] == 28.5 and ends["zb-v"] == 25.5
     widths = [max(map(len, lines[i - 4:i])) for i, line in enumerate(lines) if "units of time" in line]
     assert all(abs((width - 8) / end - 3) < 0.15 for width, end in zip(widths, ends.values()))
@@ -379,7 +361,6 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     """
     p, tp = dist.get_world_size(), TensorParallel()
     plan = make_plan(schedule, p, m)
-    engine = pp.Engine(plan, grids.everyone())
     actions = plan.ranks[dist.get_rank()]
     weights = {stage: (parameter(Spec(f"{stage} up", (F, H)), {}, torch.float64),
                        parameter(Spec(f"{stage} down", (H, F)), {}, torch.float64)) for stage in range(plan.stages)}
@@ -391,8 +372,10 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     start, seen = torch.randn(T, H, dtype=torch.float64), []
     meter.label("weights", start)
 
-    def before(function):
-        return noted(seen, function, lambda *_: meter.live()["other"])
+    @contextmanager
+    def around(action):
+        seen.append(meter.live()["other"])
+        yield
 
     def forward(stage, k, x):
         up, down = weights[stage]
@@ -400,16 +383,9 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
         y = Row.apply(hidden, tp, MATMUL, False, down)
         return y.sum() if stage == plan.stages - 1 else y
 
-    backward = torch.autograd.backward
-    whole = before(backward)
-
-    def backward_of_all(edge, grad):
-        by_engine = inspect.stack()[1].function == "compute"  # else by what the engine calls
-        (whole if by_engine else backward)(edge, grad)
-
-    halves = {name: before(getattr(pp, name)) for name in ("backward_input", "backward_weight")}
-    with patch.multiple(pp, **halves), patch.object(torch.autograd, "backward", backward_of_all), meter:
-        engine.run(before(forward), (T, H), torch.float64)
+    engine = pp.Engine(plan, grids.everyone(), around=around)
+    with meter:
+        engine.run(forward, (T, H), torch.float64)
     dist.barrier()
     planned = [0.0, *(count * T * (H + F) * 8 for count in held_if_inputs_leave(2.0, actions))]
     return list(zip([*seen, meter.settled()["other"]], planned))
@@ -533,17 +509,13 @@ def test_two_halves_of_a_backward_are_one(recompute):
 
 # ---- layers into stages ---------------------------------------------------------------------------------------------
 
-def best(work: list[float], stages: int, last: float) -> float:
+@cache
+def best(work: tuple[float, ...], stages: int, last: float) -> float:
     """The largest work of a stage at its smallest, by trying everything."""
-    before = [0, *accumulate(work)]
-
-    @cache
-    def of(layers: int, stage: int) -> float:
-        extra = last * (stage == stages - 1)
-        if stage == 0:
-            return before[layers] + extra
-        return min(max(before[layers] - before[cut] + extra, of(cut, stage - 1)) for cut in range(stage, layers))
-    return of(len(work), stages - 1)
+    if stages == 1:
+        return sum(work) + last
+    cuts = range(1, len(work) - stages + 2)
+    return min(max(sum(work[:cut]), best(work[cut:], stages - 1, last)) for cut in cuts)
 
 
 @pytest.mark.parametrize("last", [0, 1, 2.4])
@@ -554,7 +526,7 @@ def test_layers_are_cut_into_stages_of_equal_work(last):
             cuts = costs.partition(work, stages, last)
             assert [layer for cut in cuts for layer in cut] == list(range(len(work))) and all(len(cut) for cut in cuts)
             of_stages = [sum(work[cut.start:cut.stop]) + last * (i == stages - 1) for i, cut in enumerate(cuts)]
-            assert max(of_stages) == pytest.approx(best(work, stages, last))
+            assert max(of_stages) == pytest.approx(best(tuple(work), stages, last))
     began = time.perf_counter()
     assert {len(cut) for cut in costs.partition([1.0] * 5000, 8)} == {625} and time.perf_counter() < began + 5
     with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages: use 1 to 3"):

@@ -361,30 +361,17 @@ def test_the_demo_shows_what_there_is_without_a_gpu(monkeypatch, capsys):
     primer.show_on_cpu()
     out = capsys.readouterr().out
     assert all(len(line) <= 120 and line == line.rstrip() for line in out.splitlines())
-    words = ["32 sectors: 1,024 bytes asked for, 64 used", "2 sectors: 64 bytes asked for, 64 used",
+    words = ["32 sectors: 1,024 bytes asked for, 64 used", f" 16 16{15 * '  ·'} ...   2 sectors: 64 bytes asked for",
+             "[ 0][ 1][ 2][ 3][ 4][ 5]      [ 0][ 3][ 6]  9  12  15",
              "2 rows + 6 columns = 8        3 rows + 3 columns = 6", "Not run: any timing",
-             f"A, B and C once                      from memory {6 * 8192 ** 2 / 1e9:4.1f} GB\n"]
-    for name, rung in LADDER.items():
-        shape = rung, 8192, 8192, 8192, 2
-        least, roof = bound(*shape, primer.H200)
-        words += [f"{name:12s} asked for {bytes_asked(*shape) / 1e9:8,.0f} GB ", f" {least * 1e3:.1f} ms ({roof})\n",
-                  f" from memory {primer.bytes_moved(*shape) / 1e9:4.1f} GB "]
+             *(f"    {name:12s} asked for " for name in LADDER)]
     assert [text for text in words if text not in out] == []
 
 
-def test_the_demo_draws_sectors_and_the_order_of_programs():
-    name, strip = primer.draw_sectors("apart", 8, 2).splitlines()
-    assert name == f"    {'apart':31s} at bytes 0 8 16 24 32 ..."
-    assert strip == "        " + "  4" * 8 + "  ·" * 9 + " ...   8 sectors: 256 bytes asked for, 64 used"
-    assert primer.draw_order(2, 4, 5) == [
-        "GROUP = 2", "[ 0][ 2][ 4]  6 ", "[ 1][ 3]  5   7 ", "  8  10  12  14 ", "  9  11  13  15 ",
-        "2 rows + 3 columns = 5"]
-
-
-@pytest.mark.parametrize("card, of_rungs, of_gelu", [
-    ("NVIDIA H200", 9, "   50% of the bound (memory)"), ("NVIDIA H100 80GB HBM3", 9, "   72% of the bound (memory)"),
-    ("NVIDIA H100 PCIe", 0, "")])
-def test_what_a_gpu_would_print(monkeypatch, capsys, card, of_rungs, of_gelu):
+@pytest.mark.parametrize("card, of_gelu", [
+    ("NVIDIA H200", "   50% of the bound (memory)"), ("NVIDIA H100 80GB HBM3", "   72% of the bound (memory)"),
+    ("NVIDIA H100 PCIe", "")])
+def test_what_a_gpu_would_print(monkeypatch, capsys, card, of_gelu):
     """Where each rung has twice the rate of the one before, torch.mm that of the last, twice; GELU half of a H200's."""
     n, numbers = 4096, 2 ** 20
 
@@ -401,16 +388,13 @@ def test_what_a_gpu_would_print(monkeypatch, capsys, card, of_rungs, of_gelu):
     monkeypatch.setattr(torch, "randn", lambda *shape, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
     primer.show_on_gpu(n, numbers)
-    lines = capsys.readouterr().out.splitlines()
-    for i, (line, name) in enumerate(zip(lines[2:], LADDER)):
+    out = capsys.readouterr().out
+    for i, (line, name) in enumerate(zip(out.splitlines()[2:], LADDER)):
         assert line.startswith(f"    {name:12s} n = {2048 if name in SLOW else n:5d} ")
         assert f" {2 ** (i + 1):.2f} TFLOP/s" in line and (i == 0 or line.endswith(f"   2.00 x: {LADDER[name].idea}"))
-    assert sum("of the bound (" in line for line in lines[2:11]) == of_rungs
-    least, roof = bound(LADDER["persistent"], n, n, n, 2, primer.H200)
-    assert card != "NVIDIA H200" or f" {least * 512e12 / (2 * n ** 3):.0%} of the bound ({roof})" in lines[10]
-    assert lines[13] == "    the last rung has 0.50 of the rate of torch.mm (cuBLAS)"
-    assert lines[15].endswith("2,400 GB/s, as if fused" + of_gelu)
-    assert lines[16] == "    GELU, CUDA: not run, since it needs nvcc, what it links with, and ninja"
+        assert (" of the bound (" in line) == (of_gelu != "")
+    assert "the last rung has 0.50 of the rate of torch.mm" in out and "GELU, CUDA: not run" in out
+    assert f"2,400 GB/s, as if fused{of_gelu}\n" in out
 
 
 def test_a_profile_lists_operations():

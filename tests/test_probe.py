@@ -51,11 +51,6 @@ def test_a_curve_has_a_step_for_each_factor_of_two():
     assert probe.curve(found, 0.5, 1e9) == "▁▁·▆▇█"
 
 
-def test_payloads_that_are_always_measured_come_first_and_none_is_above_memory():
-    assert probe.payloads(1 << 24) == [1 << k for k in (10, 18, 22, 12, 14, 16, 20, 24)]
-    assert probe.payloads(1 << 11) == [1 << k for k in (10, 18, 22)]
-
-
 def test_a_slow_pair_is_named_and_judged_among_pairs_of_its_kind():
     seconds = torch.full((4, 4), 1e-4, dtype=torch.float64)
     seconds[0:2, 2:4] = seconds[2:4, 0:2] = 5e-4  # two nodes of two ranks
@@ -196,7 +191,5 @@ def test_a_probe_prints_microseconds_and_bus_bandwidth(monkeypatch):
     found = [probe.Sample(1 << 20, 2e-3, 1e-3, 4e-3), probe.Sample(1 << 22, 4e-3, 3e-3, 5e-3)]
     group = SimpleNamespace(size=2, process_group=None)
     lines = probe.describe("dp", group, dict(all_gather=found), dict(all_gather=probe.Fit(15e-6, 0.75e9, 0.2)))
-    assert lines[0] == "dp: 2 ranks (0 4); groups at once: 4"
     assert lines[3].split() == ["all_gather", "1,048,576", "2,000.0", "1,000", "to", "4,000", "0.524", "0.262"]
-    assert "█ is 0.52 GB/s" in lines[-3]  # of 4 MB in 4 ms, half of them sent
     assert lines[-2].split() == ["all_gather", "15.0", "0.750", "20%", "·····▇█"]

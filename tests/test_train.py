@@ -88,8 +88,6 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     assert found[1][1].startswith("device  cpu (as asked), 2 ranks, gloo, fp64\n")
     measured = ["noise_trace" in other[0] for other, _ in found]  # with two gradients, and no shared sequences
     assert measured == [False, True, True, False, True, False, False, True]
-    sent = found[1][0][0]["comm_gb"]["dp"] * 1e9
-    assert sent == pytest.approx(2 * 1 / 2 * 34016 * 8)  # gradients in fp64
 
 
 def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
@@ -233,12 +231,6 @@ def test_learning_rate_schedules(schedule):
     assert rates[110 - falling:] == pytest.approx([1 - 0.9 * (i + 1) / 22 for i in range(falling)])
 
 
-def test_the_batch_grows_with_the_tokens_seen():
-    ramp = config.parse("--batch-ramp 16@0,32@1e3,64@5000".split()).batch.ramp()
-    seen = 0, 999, 1000, 4999, 5000, 10**9
-    assert [job.sequences_at(tokens, ramp) for tokens in seen] == [16, 16, 32, 32, 64, 64]
-
-
 def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
     of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
     for step in range(45):
@@ -267,26 +259,24 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
     settings.grid_is_example, samples = True, open_samples(settings, settings.data.data, 0)
     built = train.build_model(settings, grids.NO_GROUPS, "cpu")
     said = log.first_lines(settings, {}, "cpu", built, samples)
-    dense = 2 * 257 * 128 + 128 + 4 * (128 * (128 + 64 + 64 + 128) + 2 * 128 + 8 * 128)
-    every, active = (f"{dense + 4 * experts * 3 * 128 * 128:,}" for experts in (8, 2))
-    samples = "39,488 tokens in 1 files: 1,233 samples of 32"  # a sample takes one more token
+    count = costs.parameters(settings.model)
     for words in ("fp8 tensorwise", "--dp 8 is pure data parallelism", "global batch 4 = micro 1 x accum 4 x dp 1; ",
-                  "ramp 4@0,8@2e3", f"tiny-moe: {every} parameters ({active} active)", samples):
+                  "ramp 4@0,8@2e3", f"tiny-moe: {count.total:,} parameters ({count.active:,} active)",
+                  "39,488 tokens in 1 files: 1,233 samples of 32"):  # a sample takes one more token
         assert words in said, said
 
 
 @pytest.mark.parametrize("flags, has", [
-    ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4", [
-        "pp 2 x dp 2 x cp 1 x tp 2, zero 1: ", "2 of 4 stages (interleaved)", "1/2 of every layer",
-        "1/2 of the tokens between layers", "1/2 of its optimizer state, and", "1/2 of the sequences"]),
+    ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4 --experts 8 --expert-ffn 8 --ep 4 --micro-batch 1", [
+        "pp 2 x dp 2 x cp 1 x tp 2, ep 4 x edp 1, zero 1: ", "2 of 4 stages (interleaved)", "1/2 of every layer",
+        "1/2 of the tokens between layers, but 2 of 8 experts", "1/2 of its optimizer state (1/1 of experts'), and",
+        "1/2 of the sequences"]),
     ("--cp 2 --tp 2 --sp off", ["all tokens between layers", "1/2 of the sequences, 1/2 of each sequence"]),
     ("--zero 3 --dp-replicate 4", ["computes with the whole model", "1/8 of the sequences",
                                    "1/2 of its weights, gradients, optimizer state in 4 replicas"]),
-    ("--tp 4 --pp 2 --zero 1 --experts 8 --expert-ffn 8 --ep 2 --micro-batch 1", [
-        "ep 2 x edp 2, ", "1 of 2 stages (1f1b)", "1/4 of the tokens", "but 4 of 8 experts"]),
-    ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 4", [
-        "ep 4 x edp 1, ", "the whole model, but 2 of 8 experts",
-        "1/4 of its gradients, optimizer state (1/1 of experts') in 2 replicas"])])
+    ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 2", [
+        "ep 2 x edp 2, ", "the whole model, but 4 of 8 experts",
+        "1/4 of its gradients, optimizer state (1/2 of experts') in 2 replicas"])])
 def test_the_second_line_says_which_part_a_rank_has(flags, has):
     settings = config.parse(flags.split(), 8)
     line = log.grid_line(settings.grid, settings.model)

@@ -14,7 +14,7 @@ from torch import nn
 
 import zero
 from collectives import ALONE
-from param import Spec, draw, stacked_view
+from param import Spec, stacked_view
 from run import dryrun
 from test_grids import compare, model_flags, truth
 from zero import Optimizer
@@ -131,10 +131,14 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
     assert bucket.master.isfinite().all() and not torch.equal(before["master"], bucket.master)
 
 
-def test_a_step_without_a_gradient_is_refused():
+def test_a_step_without_a_gradient_and_one_reshard_too_many_are_noticed():
     _, optimizer = make(Spec("w", (4,)))
     with pytest.raises(AssertionError, match="w: a step without a gradient would leave the other ranks waiting"):
         optimizer.begin_step(0)
+    optimizer.buckets[0].unshard()
+    optimizer.buckets[0].reshard()
+    with pytest.raises(AssertionError, match="w: more calls of reshard than of unshard"):
+        optimizer.buckets[0].reshard()
 
 
 def test_gradients_are_finished_in_one_order():
@@ -147,70 +151,59 @@ def test_gradients_are_finished_in_one_order():
         assert finished == ["a", "b"]
 
 
-def test_weights_that_are_resharded_too_often_are_noticed():
-    _, optimizer = make(Spec("a", (4,)))
-    optimizer.buckets[0].unshard()
-    optimizer.buckets[0].reshard()
-    with pytest.raises(AssertionError, match="a: more calls of reshard than of unshard"):
-        optimizer.buckets[0].reshard()
+def level_3(unit=Unit, has_head: bool = False) -> tuple[nn.Sequential, Optimizer]:
+    """Four units on the first of two ranks, and their optimizer; the last may be a head."""
+    units = [unit(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
+    optimizer = Optimizer({0: units}, sharded(), level=3, head=units[-1] if has_head else None)
+    optimizer.begin_step(1)
+    return nn.Sequential(*units), optimizer
 
 
-def gathered_after_forward() -> list[list[int]]:
-    """Elements of each unit's weights that are whole between the forward and the backward of a stage at level 3: of one
-    without, and one with the head."""
-    found = []
-    for has_head in False, True:
-        units = [Unit(Spec(f"{i}.a", (3, 3), std=1.0), Spec(f"{i}.b", (3, 3), std=1.0)) for i in range(3)]
-        optimizer = Optimizer({0: units}, sharded(), level=3, head=units[-1] if has_head else None)
-        optimizer.load(draw(0))
-        optimizer.begin_step(1)
-        y = nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True))
-        found.append([bucket.weights.untyped_storage().nbytes() // 4 for bucket in optimizer.buckets])
-        y.sum().backward()
-        optimizer.finish_step()
-    return found
+def whole(optimizer: Optimizer) -> list[int]:
+    """Of which units the weights are gathered."""
+    return [i for i, bucket in enumerate(optimizer.buckets) if bucket.weights.untyped_storage().nbytes()]
 
 
-def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward(pool):
+def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward():
     """Its backward follows at once, for which the unit before it is prefetched. A pipeline stage without the head runs
     its backward much later."""
-    assert pool.run(2, "test_zero:gathered_after_forward") == 2 * [[[0, 0, 0], [0, 32, 32]]]  # 18 weights, padded
+    for has_head, stay in (False, []), (True, [2, 3]):
+        with dryrun.fake_world(2, 0):
+            units, optimizer = level_3(has_head=has_head)
+            y = units(torch.ones(2, 3, requires_grad=True))
+            assert whole(optimizer) == stay
+            y.sum().backward()
+            optimizer.finish_step()
 
 
 def test_at_level_3_an_input_without_gradient_is_refused():
     """Its unit's backward would never be announced."""
     with dryrun.fake_world(2, 0):
-        unit = Unit(Spec("a", (3, 3)), Spec("b", (3, 3)))
-        optimizer = Optimizer({0: [unit]}, sharded(), level=3)
-        optimizer.begin_step(1)
+        units, _ = level_3()
         with pytest.raises(ValueError, match="ZeRO level 3: the input of Unit does not require grad"):
-            unit(torch.ones(2, 3))
+            units(torch.ones(2, 3))
 
 
 def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
     """When a unit's result is there, its weights and those of the next unit are whole; when the result's gradient is
     there, its weights and those of the unit before it."""
-    def whole(*_) -> None:
-        seen.append([i for i, bucket in enumerate(optimizer.buckets) if bucket.weights.untyped_storage().nbytes()])
-
     class Watched(Unit):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            whole()
+            seen.append(whole(optimizer))
             if y.requires_grad:
-                y.register_hook(whole)
+                y.register_hook(lambda _: seen.append(whole(optimizer)))
             return y
 
     seen = []
     with dryrun.fake_world(2, 0):
-        units = [Watched(Spec(f"{i}.a", (3, 3)), Spec(f"{i}.b", (3, 3))) for i in range(4)]
-        optimizer = Optimizer({0: units}, sharded(), level=3)
+        units, optimizer = level_3(Watched)
         for _ in range(2):  # the second time after an evaluation, which must leave nothing gathered
-            optimizer.begin_step(1)
-            nn.Sequential(*units)(torch.ones(2, 3, requires_grad=True)).sum().backward()
+            units(torch.ones(2, 3, requires_grad=True)).sum().backward()
             optimizer.finish_step()
             with torch.no_grad():
-                nn.Sequential(*units)(torch.ones(2, 3))
+                units(torch.ones(2, 3))
+            optimizer.begin_step(1)
     forward, backward = [[0, 1], [1, 2], [2, 3], [3]], [[2, 3], [1, 2], [0, 1], [0]]
     assert seen == 2 * (forward + backward + forward)
 
@@ -235,7 +228,8 @@ def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
     """Times n/(n-1): 2P, (A+1)P, and 3AP less two all-gathers: the first unit's backward reads no weights, and the last
     unit's directly follows its forward. Gradients are sent in fp32, weights in the run's dtype."""
     batch = f"--global-batch {n * accumulated} --micro-batch 1"
-    for dtype in (torch.float32, torch.bfloat16) if n > 2 else (torch.float32 if accumulated == 1 else torch.bfloat16,):
+    both = torch.float32, torch.bfloat16
+    for dtype in both if n > 2 else both[accumulated - 1:accumulated]:
         cases = [dict(flags=f"--zero {level} {batch}", dtype=dtype) for level in (1, 2, 3)]
         for level, ranks in enumerate(for_each(pool, n, "sharding:sent", cases), 1):
             for seen in ranks:
@@ -265,8 +259,9 @@ def test_gradients_are_reduced_while_backward_goes_on(pool):
         assert level >= 2 or gradients[0] > gradients[-1] / 2, "not before the last micro-batch"
 
 
-LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--cp 2 --cp-style ring"),
-        (2, f"{MIXTRAL} --ep 2 --zero 2"), (2, "--pp 2 --schedule interleaved --layers 4 --tied"),
+@pytest.mark.parametrize("ranks, flags", [
+    (4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--cp 2 --cp-style ring"),
+    (2, f"{MIXTRAL} --ep 2 --zero 2"), (2, "--pp 2 --schedule interleaved --layers 4 --tied"), *slow(
         (2, "--zero 0"), (2, "--zero 1"), (2, "--zero 3"), (4, "--zero 1 --dp-replicate 2"),
         (2, "--pp 2 --schedule zb-v --layers 4"), (4, "--micro-batch 6 --pp 4 --schedule 1f1b --layers 4"),
         (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4"),
@@ -274,11 +269,7 @@ LATE = [(4, "--zero 3 --dp-replicate 2"), (2, "--zero 2"), (2, "--cp 2 --cp-styl
         (4, f"{MIXTRAL} --pp 2 --ep 2 --schedule zb1p --layers 4 --zero 2 --micro-batch 6"),
         (2, "--cp 2"), (2, "--tp 2"), (2, "--tp 2 --sp async"), (2, f"{MIXTRAL} --tp 2 --ep 2"),
         (4, f"{MIXTRAL} --cp 2 --ep 2 --zero 3"), (2, "--cp 2 --cp-style ulysses --zero 1"),
-        (4, "--tp 2 --zero 3 --recompute full")]
-
-
-@pytest.mark.parametrize("ranks, flags", [pytest.param(*case, marks=pytest.mark.slow if i > 4 else ())
-                                          for i, case in enumerate(LATE)])
+        (4, "--tp 2 --zero 3 --recompute full"))])
 def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, ranks, flags):
     """Where every result is written only by wait(), and inputs are compared there, a grid still equals one process."""
     flags = f"--micro-batch 12 {flags} --bucket-mb 0"
@@ -300,8 +291,7 @@ def summed_over_micro_batches() -> list[float]:
 
 def test_micro_batches_are_summed_in_fp32_whatever_is_sent(pool):
     """A sum in bf16 would stay at 2."""
-    for seen in pool.run(2, "test_zero:summed_over_micro_batches"):
-        assert seen == [2 * (1 + 300 * 2**-9)]
+    assert pool.run(2, "test_zero:summed_over_micro_batches") == 2 * [[2 * (1 + 300 * 2**-9)]]
 
 
 def test_gradients_that_are_sent_to_nobody_are_not_rounded():
@@ -350,7 +340,8 @@ def held(pool, level: int, dtype: torch.dtype, moments: str) -> list[dict]:
     for level in range(4) for dtype, moments, fast in (
         (torch.bfloat16, "auto", True), (torch.float32, "auto", False), (torch.bfloat16, "bf16", level == 3))])
 def test_live_bytes_are_those_of_the_formula(pool, level, dtype, moments):
-    """All storages that exist, at every operation."""
+    """All storages that exist, at every operation. With fp32 moments, of which an update makes no
+    copies, activations and all that is neither weights, gradients nor optimizer state are the same at every level."""
     n, e, state = 2, dtype.itemsize, {"auto": 8, "bf16": 4}[moments] + (4 if dtype == torch.bfloat16 else 0)
     for seen in held(pool, level, dtype, moments):
         P, two = sum(seen["padded"]), sum(sorted(seen["padded"])[-2:])
@@ -368,14 +359,8 @@ def test_live_bytes_are_those_of_the_formula(pool, level, dtype, moments):
             more = 3 * 4 * max(seen["padded"]) // n  # one being received, two moments in fp32
             assert peak["gradient shards"] <= rest["gradient shards"] + more
         assert rest["other"] < 4096, "something else stays alive"
-
-
-def test_sharding_adds_nothing_to_what_autograd_keeps(pool):
-    """Activations, and all that is neither weights, gradients nor optimizer state, are the same at every level."""
-    others = []
-    for level in (0, 1, 2, 3):
-        others.append(max(seen["peak"]["other"] for seen in held(pool, level, torch.bfloat16, "auto")))
-    assert max(others) <= 1.01 * others[0]
+        usual = max(seen["peak"]["other"] for seen in held(pool, 0, dtype, "auto"))
+        assert moments == "bf16" or peak["other"] <= 1.01 * usual, "sharding adds to what autograd keeps"
 
 
 def test_an_evaluation_leaves_no_gathered_weights(pool):
@@ -422,19 +407,18 @@ def test_the_loss_scale_follows_the_rule_of_torch():
 
 def test_the_loss_scale_goes_on_where_it_was():
     """Its value, and the steps towards the next doubling, are in the state that checkpoints have."""
-    optimizers = [make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in range(2)]
-    for optimizer in optimizers:
+    def good_steps(optimizer: Optimizer, count: int) -> torch.Tensor:
         optimizer.loss_scale.interval = 5
-    first, second = optimizers
-    for step in range(12):
-        if step == 3:
-            state = {name: number.clone() for name, number in first.extra_state().items()}
-            for name, number in second.extra_state().items():
-                number.copy_(state[name])
-        for optimizer in optimizers[:1 if step < 3 else 2]:
+        for _ in range(count):
             optimizer.loss_scale.update(torch.zeros(()))
-        if step >= 3:
-            assert first.loss_scale.value == second.loss_scale.value
+        return optimizer.loss_scale.value
+
+    first, second = (make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in range(2))
+    good_steps(first, 3)
+    for name, number in second.extra_state().items():
+        number.copy_(first.extra_state()[name])
+    for more in (1, 1, 5):  # not yet, on the fifth, on the tenth
+        assert good_steps(first, more) == good_steps(second, more)
     assert first.loss_scale.value == 4 * 2.0**16
 
 
