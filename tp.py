@@ -1,12 +1,12 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
-Saves: a rank has 1/t of the matrices, embedding and head, with their gradients and optimizer state, and of the
-       activations inside a pair of matrices; with sequence parallelism also of those between pairs.
+Saves: a rank has 1/t of pairs of matrices (of wk and wv no less than a head), of embedding and head, their gradients
+       and optimizer state, and of activations inside a pair; with sequence parallelism also of those between pairs.
 Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism instead 4
        all-gathers and 4 reduce-scatters (as many bytes), and 2 more all-gathers of X, of which a shard is saved (in a
        split backward also 2 of dZ); and norms see T/t tokens each, so their gradients are summed (zero.py). The
        embedding needs a g, the head an f (below), the loss 3 numbers a token.
-Stops helping when: ranks are not on one fast network, since every layer waits for it; or H/t makes too small a matmul.
+Stops helping when: ranks are not on one fast network, since every layer waits for it; or R/t, C/t are small.
 
 Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
 values and the output projection of attention. A is sharded by rows, its output features ("column parallel": columns of
@@ -26,7 +26,7 @@ shard of X and gathers X once more in backward, where a column parallel layer hi
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Asynchronous (--sp async): an exchange that no other matmul hides has steps, each under a shard of its own matmul.
+Asynchronous (--sp async): a linear layer's exchange that no other matmul hides has steps, under shards of its matmul.
 Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism; their g is f, g bar is g); Wang et al. 2023.
 Shapes: t ranks, T tokens of a micro-batch (flat), H hidden, V vocabulary, R rows or C columns of a whole weight.
 [T/t, H] is [T, H] without sequence parallelism.
@@ -111,7 +111,8 @@ class TensorParallel(NamedTuple):
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
 
     def split(self, x: Tensor) -> Tensor:
-        """This rank's shard of the tokens, which it alone sends to experts: [T, H] -> about [T/t, H], or x itself."""
+        """Tokens that this rank alone sends to experts. Without sequence parallelism all ranks have the same T, so each
+        takes a shard: [T, H] -> about [T/t, H]. With it x is one already."""
         if self.sequence or self.size == 1:
             return x
         return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, self.group.rank)]
@@ -125,22 +126,24 @@ class TensorParallel(NamedTuple):
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
-# Autograd sees gradients of activations alone: those of weights are added to gradient buffers (param.py), and backward
-# returns None for them. Weights are inputs so that autograd runs their hooks, also for None: they report it as ready.
+# Autograd sees gradients of activations (and biases): those of weights are added to gradient buffers (param.py), and
+# backward returns None for them. Weights are inputs so that autograd still runs their hooks, which tell a weight's
+# bucket that its gradient is complete. A split backward (zero-bubble pipelines) computes dX in its first half, and dA
+# and dB in its second.
 
 class Matmul:
     """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
     has the same methods, and multiplies in FP8."""
 
     def begin(self) -> "Matmul":
-        """What multiplies in one forward and its backward: in FP8 a copy, which has their scales."""
+        """What multiplies in one forward and its backward: in FP8 a copy, which keeps the scales of X and dY."""
         return self
 
     def forward(self, x: Tensor, weights: Params) -> Tensor:
         return x @ stacked_weight(weights).t()
 
     def prepare_grad(self, dy: Tensor) -> Any:
-        """dY as dgrad and wgrad take it: in FP8 quantised, the second time as the first."""
+        """dY as dgrad and wgrad take it: in FP8 quantised, by a second call with the first one's scale."""
         return dy
 
     def dgrad(self, dy: Any, weights: Params) -> Tensor:
@@ -157,15 +160,13 @@ MATMUL = Matmul()
 
 def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
                    add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Callable[[], None]:
-    """Start to gather a shard [T/t, H]; the function that is returned waits for it, and calls add(the weights' gradient
-    buffers, what was gathered). In a split backward (zero-bubble pipelines: dX first, weight gradients later) param.py
-    queues all of it (and hides each gather under the matmul before), and that function does nothing. defer: False to
-    queue nothing."""
+    """A weight gradient that reads a gathered tensor, in two steps: this starts to gather `shard`; the function that is
+    returned waits for it, and calls add(gradient buffer, gathered). In the first half of a split backward param.py
+    queues both steps, and that function does nothing. defer: False to queue nothing."""
     def steps() -> WeightGrad:
         gathering = gather(shard)
         yield  # meanwhile the caller computes something else, which hides the gather
-        gathered = gathering.wait()
-        add_to(weights, lambda out: add(out, gathered))
+        add_to(weights, lambda out: add(out, gathering.wait()))
 
     started = start_weight_grad(weights, steps(), defer)  # has run to its yield, or is empty, if queued
     return lambda: next(started, None)
@@ -173,13 +174,13 @@ def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: 
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
-    gather, one matmul and one dX. defer: whether a split backward leaves the weight gradients to its second half."""
+    gather, one matmul and one dX. defer: whether dA may be left to the second half of a split backward."""
 
     @staticmethod
     def forward(ctx, x, tp, mm, defer, *weights):
         assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
         ctx.tp, ctx.mm, ctx.defer = tp, mm.begin(), defer
-        ctx.weights = weights  # not saved: hooks of saved tensors would return others, of which param.py knows nothing
+        ctx.weights = weights  # not saved: what hooks of saved tensors give back may be copies, without a bucket
         if tp.async_tp:
             product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
         else:
@@ -236,12 +237,12 @@ class Row(Function):
 
 
 # ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. On GPUs these steps
-# are torch's operators: ranks copy each other's shards from symmetric memory, which all must reach (NVLink), with few
-# calls and no kernels of NCCL, which would take SMs from the matmuls.
+# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. Where kernels.py
+# runs, torch's operators take these steps: ranks copy each other's shards from symmetric memory, which all must reach
+# (NVLink), with few calls and no kernels of NCCL, which would take SMs from the matmuls.
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R] -> [T, R], [T, H]."""
+    """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
     n, me = group.size, group.rank
     x = x.contiguous()
     if n > 1 and uses_kernels(x):
@@ -255,20 +256,20 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     shards[me].copy_(x)
     for hop in range(n):
         owner = (me - hop) % n  # of the shard that is here; next comes that of the rank before it
-        pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(product)
+        pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(x)
         torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
         pending.wait()
     return product, gathered
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
-    """This rank's tokens of x @ matrix, summed over the ranks: x [T, C], matrix [C, H] -> [T/t, H]."""
+    """This rank's tokens of x @ matrix, summed over the ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
     n, me = group.size, group.rank
     if n > 1 and uses_kernels(x):
         with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
     shards = x.chunk(n)
-    total = shards[me - 1] @ matrix  # a shard's sum starts at the rank after its owner and reaches it n-1 hops later
+    total = shards[me - 1] @ matrix  # the sum of rank me-1's shard starts here, and reaches that rank n-1 hops later
     for hop in range(1, n):
         incoming = torch.empty_like(total)
         pending = shift(incoming, total, group)
@@ -321,7 +322,7 @@ class VocabParallelHead(nn.Module):
     """A table [V/t, H]: [T/t, H] -> logits [T, V/t]; with labels [T], the sum of the tokens' losses instead.
 
     weight: the embedding's table, where the two are tied and this rank has it. z_loss: see cross_entropy. loss_grad:
-    the gradient that the sum will have in backward (default 1); the fused kernel needs it in forward.
+    the gradient that the sum will have in backward (default 1), which the fused kernel alone needs in forward.
     """
 
     def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
@@ -380,10 +381,10 @@ class CrossEntropy(Function):
         shard_logsumexp = upcast.logsumexp(-1)
         largest = shard_logsumexp.clone()  # subtracted before exp, which then cannot overflow
         all_reduce(largest, group, MAX)
-        sums = torch.stack((shard_logsumexp.sub_(largest).exp_(), upcast.gather(-1, index[:, None])[:, 0] * in_shard))
+        label_logit = upcast.gather(-1, index[:, None])[:, 0] * in_shard
+        sums = torch.stack((shard_logsumexp.sub_(largest).exp_(), label_logit))
         all_reduce(sums, group)
-        logsumexp = sums[0].log_().add_(largest)  # over the whole vocabulary
-        label_logit = sums[1]
+        logsumexp, label_logit = sums[0].log_().add_(largest), sums[1]  # over the whole vocabulary
         counted = (labels != IGNORED).to(upcast.dtype)
         ctx.save_for_backward(logits, index, in_shard, logsumexp, counted)
         ctx.z_loss = z_loss

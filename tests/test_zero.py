@@ -363,6 +363,13 @@ def test_live_bytes_are_those_of_the_formula(pool, level, dtype, moments):
         assert moments == "bf16" or peak["other"] <= 1.01 * usual, "sharding adds to what autograd keeps"
 
 
+def test_with_replicas_two_whole_gradients_exist_too(pool):
+    """Though a reduction then waits twice, for the sum over shards and for that over replicas."""
+    flags = "--zero 2 --dp-replicate 2 --global-batch 8 --micro-batch 1"
+    for seen in pool.run(4, "sharding:held", flags=flags, dtype=torch.bfloat16):
+        assert seen["peak"]["gradients"] == 4 * sum(sorted(seen["padded"])[-2:])
+
+
 def test_an_evaluation_leaves_no_gathered_weights(pool):
     assert pool.run(2, "sharding:evaluated") == [0, 0]
 
