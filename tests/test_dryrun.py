@@ -21,6 +21,7 @@ import train
 from collectives import Pending
 from groups import build_groups
 from plan import costs
+from recompute import CheckpointArena
 from run import device, dryrun
 from run.meter import Meter
 from schedules import Action
@@ -284,3 +285,18 @@ def test_what_a_pipeline_has_sent_is_freed():
     for found, m in (few, 5), (many, 16):  # an activation and a gradient of 512 x 512 elements
         assert found.sent["pp"] == pytest.approx(2 * 2 * m * 512 * 512, abs=100)
         assert sum(found.at_peak.values()) == found.peak == max(nbytes for _, nbytes in found.peak_of_action)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, schedule):
+    """Of the arena of blocks' inputs, on the rank of a pipeline that has most micro-batches in flight."""
+    free, save = [], CheckpointArena.save
+
+    def note(arena: CheckpointArena, x: torch.Tensor) -> int:
+        slot = save(arena, x)
+        free.append(len(arena.free_slots))
+        return slot
+
+    monkeypatch.setattr(CheckpointArena, "save", note)
+    measured_on(f"{BASE} --pp 2 --schedule {schedule} --recompute full --global-batch 8 --micro-batch 1", 2, 0)
+    assert min(free) == 0

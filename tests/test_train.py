@@ -90,6 +90,17 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     assert measured == [False, True, True, False, True, False, False, True]
 
 
+def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
+    """Ten samples in batches of 8, the second of which is filled up; of 5 and of 2, which are whole."""
+    (tmp_path / "unseen.txt").write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
+    found = []
+    for size in 8, 5, 2:
+        run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 "
+            f"--global-batch {size} --sample= --metrics {tmp_path}/{size}")
+        found.append(metrics(tmp_path / str(size))[0]["val_loss"])
+    assert found == pytest.approx(3 * [found[-1]], rel=1e-10)
+
+
 def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """The second time with a dense layer, which is a stage of the pipeline."""
     flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --bias-rate 0.02 --data {ROOT}/train.py "
