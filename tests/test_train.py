@@ -95,8 +95,8 @@ def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
     (tmp_path / "unseen.txt").write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
     found = []
     for size in 8, 5, 2:
-        run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 --lr 1e-15 "
-            f"--global-batch {size} --sample= --metrics {tmp_path}/{size}")
+        run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 "
+            f"--lr 1e-15 --global-batch {size} --sample= --metrics {tmp_path}/{size}")
         found.append(metrics(tmp_path / str(size))[0]["val_loss"])
     assert found == pytest.approx(3 * [found[-1]], rel=1e-10)
 
