@@ -3,10 +3,10 @@
 Saves: all but 1/n of the experts' weights, gradients and optimizer state.
 Costs: a token is sent once to each of the u ranks that have any of its experts, and back: in forward and backward of a
        layer a rank sends 4 T u H (n-1)/n elements, 5 with full recomputation. Shared experts hide dispatch's, 2 or 3 of
-       these; combine's are not hidden. Besides, with each copy go the numbers and gates of k experts (8 k bytes), with
-       its gradient those of gates (4 k). If all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)): 5.3 for
-       k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch the host waits for the device, to learn how many
-       rows there are.
+       these; combine's are not hidden. Besides, before each copy go the numbers of its k experts (not hidden, 4 k
+       bytes), with it their gates (4 k), with its gradient those of gates (4 k). If all choices are equally likely,
+       u = n (1 - C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch ranks
+       exchange counts, and the host waits for the device, to learn how many rows there are.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
@@ -93,7 +93,7 @@ class Router:
         self.loss = torch.zeros_like(self.bias[0])  # auxiliary losses, summed over sequences
 
     def __call__(self, x: Tensor, info: RoutingInfo, group: Group) -> tuple["Route", Tensor]:
-        """Where tokens [T, H] are sent, and their gates [T, k]. group: of expert parallelism."""
+        """Where tokens [T, H] are sent, and their gates [T, k]. group: of ep; make_route communicates over it."""
         logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
         route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
@@ -129,10 +129,10 @@ class Router:
         for group in info.groups:
             all_reduce(c, group)
         S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
-        z, weight = self.balance.z_loss / S, 1  # by sequence in any case
-        if self.balance.over == "micro-batch":  # one loss, of all as one sequence, which stands for those of B
-            c, S, weight = c.sum(0, keepdim=True), S.sum(0, keepdim=True), B
-        aux = weight * self.balance.aux_loss * self.model.experts / (k * S.square()) * c
+        z, stands_for = self.balance.z_loss / S, 1  # by sequence in any case
+        if self.balance.over == "micro-batch":  # one loss, of all as one sequence
+            c, S, stands_for = c.sum(0, keepdim=True), S.sum(0, keepdim=True), B
+        aux = stands_for * self.balance.aux_loss * self.model.experts / (k * S.square()) * c
         return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
 
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, info: RoutingInfo, coefficients: tuple) -> Tensor:
@@ -178,7 +178,7 @@ class AddAuxiliaryLoss(Function):
 
 
 def choose_experts(scores: Tensor, model: Model) -> Tensor:
-    """[T, E] -> [T, k]: the highest in the `top_groups` best groups of experts, by a group's two highest, summed."""
+    """[T, E] -> [T, k]: the highest of the `top_groups` groups of experts whose two highest have the largest sums."""
     if model.top_groups < model.expert_groups:
         grouped = scores.unflatten(-1, (model.expert_groups, -1))
         group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
@@ -264,7 +264,8 @@ class Dispatch:
     """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
     rank's experts [R, H], sorted by expert, and their gates [R]. Forward: StartDispatch sends, FinishDispatch waits.
     Backward: FinishDispatch sends, StartDispatch waits. Autograd runs the node that was made last first, so what
-    forward computes between the two (shared experts) has its backward between them, too, and hides both."""
+    forward computes between the two (shared experts) has its backward between them, too, and hides both. No cycle
+    through the graph keeps tensors alive: `wait` forgets what arrives, and a Pending that was waited for its result."""
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
         self.route, self.pending, self.arriving = route, [], (x, gates)
@@ -272,7 +273,7 @@ class Dispatch:
             self.arriving = StartDispatch.apply(x, gates, self)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        arriving, self.arriving = self.arriving, None  # or a cycle, self -> arriving -> its graph -> self, keeps them
+        arriving, self.arriving = self.arriving, None
         return FinishDispatch.apply(*arriving, self)
 
     def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> tuple:
@@ -290,7 +291,7 @@ class StartDispatch(Function):
         return dispatch.send(copies, route.received, route.sent)
 
     @staticmethod
-    def backward(ctx, *_):  # the arguments are send buffers; the gradients are what arrives from other ranks
+    def backward(ctx, *_):  # see FinishDispatch
         return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
 
 
@@ -309,7 +310,7 @@ class FinishDispatch(Function):
         dtable.view(-1).index_copy_(0, to_experts.cells, dgates)  # gates of other ranks' experts get 0
         if route.to_ranks is not None:
             ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
-        # One rank: the gradients. Else autograd needs their shapes alone: StartDispatch takes what it has waited for.
+        # One rank: the gradients. Else autograd needs their shapes alone: StartDispatch waits for what ranks have sent.
         return dx, dtable, None
 
 
@@ -335,11 +336,11 @@ class Combine(Function):
         return route.to_experts.permute(grad), None
 
 
-def make_route(chosen: Tensor, loads: Tensor, group: Group) -> Route:
-    """The Route of tokens that chose experts [T, k]. loads: [E], how many of them chose each expert."""
-    (T, k), n, e = chosen.shape, group.size, len(loads) // group.size
+def make_route(chosen: Tensor, rows: Tensor, group: Group) -> Route:
+    """The Route of tokens that chose experts [T, k]. rows: [E], how many of them, with padding, chose each expert."""
+    (T, k), n, e = chosen.shape, group.size, len(rows) // group.size
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
-    counts = torch.cat((is_sent.sum(0)[:, None], loads.view(n, e)), 1)
+    counts = torch.cat((is_sent.sum(0)[:, None], rows.view(n, e)), 1)
     sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
     to_ranks, experts = None, chosen
     if n > 1:
@@ -357,8 +358,8 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
     k experts each. run/dryrun.py replaces this."""
     counts_received, n = torch.empty_like(counts), group.size
     all_to_all(counts_received, counts, [1] * n, [1] * n, group)
-    columns = torch.stack((counts.t(), counts_received.t())).tolist()  # here the host waits for the device
-    (sent, *sent_rows), (received, *own_rows) = columns  # of copies, and of rows of a rank's expert 0, ... e - 1
+    # Here the host waits for the device. Each is a list over ranks: of copies, of rows of the first of e experts, ...
+    (sent, *sent_rows), (received, *own_rows) = torch.stack((counts, counts_received)).mT.tolist()
     assert sum(map(sum, sent_rows)) == T * k, "a choice of an expert was not counted, or counted twice"
     return sent, received, [sum(of_expert) for of_expert in own_rows]
 
@@ -401,7 +402,7 @@ class GroupedExperts(nn.Module):
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
         hidden = swiglu(gate_up, gates)
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees hidden until y's backward begins
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees it; y's backward recomputes it first
         return y
 
 
@@ -427,14 +428,14 @@ class GroupedLinear(Function):
 
 def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
     """[R, in] times [e, in, out] -> [R, out]."""
-    if fits_grouped_mm(x, matrices, matrices.transpose(1, 2)):
+    if fits_grouped_mm(x) and fits_grouped_mm(matrices):
         return F.grouped_mm(x, matrices, offs=route.ends)
     return torch.cat([rows @ matrix for rows, matrix in zip(x.split(route.rows_per_expert), matrices)])
 
 
-def fits_grouped_mm(*tensors: Tensor) -> bool:
-    """Whether F.grouped_mm takes these operands: bf16, and every row begins at a multiple of 16 bytes."""
-    return all(x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0 for x in tensors)
+def fits_grouped_mm(x: Tensor) -> bool:
+    """Whether F.grouped_mm takes this operand: bf16, and every row begins at a multiple of 16 bytes."""
+    return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
 
 
 # ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------
