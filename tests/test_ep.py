@@ -1,4 +1,5 @@
 """Experts: whoever has them and however unequally they are chosen, the same results and gradients as one dense loop."""
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -103,6 +104,25 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
         assert weight.grad.abs().max() > 0
     assert torch.equal(sum(r["load"] for r in results), loads.sum(0))
     assert sum(r["loss"] for r in results).item() / B == pytest.approx(losses.item(), rel=1e-12)
+
+
+def forgotten() -> bool:
+    """Whether nothing keeps what this rank has dispatched and received, once backward has run."""
+    seen, wait = [], ep.Dispatch.wait
+
+    def watched(self):
+        seen.append(weakref.ref(self))
+        return wait(self)
+
+    with patch.object(ep.Dispatch, "wait", watched):
+        layer, x = make_layer(KINDS["sigmoid"], grids.everyone()), inputs().flatten(0, 1)
+        run_layer(layer, x.requires_grad_(), torch.arange(B).repeat_interleave(S)).sum().backward()
+    return len(seen) == 1 and seen[0]() is None
+
+
+def test_nothing_keeps_what_was_dispatched(pool):
+    """A cycle through autograd's graph, which Python's garbage collector does not see, would keep it for ever."""
+    assert pool.run(2, "test_ep:forgotten") == [True, True]
 
 
 # ---- what is sent, when, and what the host waits for -----------------------------------------------------------------
