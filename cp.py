@@ -1,9 +1,9 @@
 """Context parallelism: every rank has 1/c of the tokens of each sequence, and only attention needs those of all ranks.
 
 Saves: all but 1/c of the activations, so sequences can be c times as long; and time: each rank does 1/c of the work.
-Costs: in each layer keys and values are sent (with Ulysses, queries and results as well), see the table, also those
-       that a window or documents hide. Weights are replicated: their gradients are summed over dp x cp (zero.py).
-Stops helping when: sending keys and values takes longer than attention to them, or activations fit without it.
+Costs: in each layer keys and values are sent (with Ulysses, queries and results as well), see the table, even those
+       that a window or documents hide; in backward again. Gradients of weights are summed over dp x cp (zero.py).
+Stops helping when: sending keys and values takes longer than attention to them. Ulysses: c must divide the heads.
 
     keys         0 1 2 3     A sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag"). The
     queries 0  | 0           picture shows which of 2 ranks computes which scores of a causal mask: 2c+1 = 5 blocks
@@ -17,19 +17,19 @@ make blocks independent: probabilities are exp(scores - l), and softmax's deriva
 
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
 value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, of a bytes
-in gradients of keys and values (accumulation dtype); R width of a latent and its key (latent.py: R + r).
+in gradients of keys and values (accumulation dtype); W width of a latent and its key (latent.py: R + r).
 
                  sent per rank, layer and sequence           memory at a time, besides this rank's K and V
                  forward                 backward            forward               backward
     ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   the same, and 4 of gradients
-    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   1.5 x all of K and V  all, and all gradients
+    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   1.5 x all, and own    all, and all gradients
     ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
-    latents      (c-1) s R e             the same            all of K and V        the same, and all gradients
+    latents      (c-1) s W e             the same            all of K and V, saved the same, and all gradients
 
-In forward Ulysses sends less than a ring from N/K + 1 ranks on, but copies key and value heads if c does not divide
-their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
-ranks with the same heads attend in another style. With --doc-mask documents do not see each other: --cp-zigzag
-document splits each document, not the sequence, zig-zag.
+In forward Ulysses sends less than a ring with more than N/K + 1 ranks, but copies key and value heads if c does not
+divide their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
+ranks with the same heads attend in another style. --doc-mask --cp-zigzag document splits each document zig-zag, not
+the sequence, as documents do not see each other.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention; zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 """
@@ -76,7 +76,7 @@ def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
 def own_positions(s: int, c: int, i: int, device: torch.device) -> Tensor:
     """Where in the sequence of c s tokens rank i's s tokens are."""
     everywhere = torch.arange(c * s, device=device)
-    return everywhere if c == 1 else take_chunks(everywhere, c, own_chunks(c, i))
+    return everywhere if c == 1 else take_chunks(everywhere, c, own_chunks(c, i))  # of one rank s may be odd
 
 
 def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, c: int, i: int,
@@ -85,7 +85,7 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
     [B, S]: both, or neither. Returned are positions [B, s] (None: `own_positions`), and documents of whole (padded)
     sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
     are padded with tokens -1, which no real token sees and which have no label. c = 1 changes nothing.
-    document_ranks: config's, c / U; above 1, sequences are first put into order_by_piece(documents, document_ranks)."""
+    document_ranks: between how many ranks each document is split; 1: none is, sequences are."""
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
         return tokens, labels, positions, documents
@@ -109,8 +109,8 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 # and logsumexp of the block alone; its backward is given those of all blocks, and makes a share of dq, dk and dv.
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of a step's keys. A causal one is the first of its queries,
-    and has the keys of the same tokens; in all others keys are earlier (with a window Mask.offset says by how much)."""
+    """Scores of a slice of the rank's queries with a slice of a step's keys. The first block of each query, and no
+    other, is causal: it has the same tokens' keys. In all others keys are earlier (with a window by Mask.offset)."""
     queries: slice
     keys: slice
     mask: Mask
@@ -119,7 +119,7 @@ class ScoreBlock(NamedTuple):
 class Style(NamedTuple):
     """A style that attends block by block: where the keys and values of each step, kv [tokens, 2, B, K, D], come from.
 
-    chunks(c, i): for each step the chunks of the sequence whose keys rank i then has.
+    chunks(c, i): for each step the chunks of the sequence whose keys rank i then has, in the order of kv.
     exchange(own kv, group): kv of each step. None: there is one step, with k and v as the layer has made them.
     send_back(dkv, pending, group): called after each step but the first, with gradients of its keys and values, and the
         Pending of the step before, or None. The last Pending: of all other ranks' gradients of own keys and values.
@@ -289,8 +289,8 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
     assert ascending or not window, "a window counts positions of the sequence"
     # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Joined are (1) chunks of keys
     # that are neighbours in the step's buffer; (2) in the first step both chunks with themselves, which in order are
-    # causal; (3) both chunks of queries, with keys that both see. Not (1) and (2) if there is a window: a mask has one
-    # distance, and ring's chunks may be far apart. Nothing if documents do not ascend, as kernels then skip no others.
+    # causal; (3) both chunks of queries, with keys that both see. Nothing is if there is a window, as a mask has one
+    # distance, or if documents do not ascend, as kernels then skip no others.
     joins, both = ascending and not window, slice(0, 2 * m)
     for chunks in style.chunks(c, i):
         new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
@@ -308,7 +308,7 @@ def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
                 blocks.append(ScoreBlock(rows, slice(start, stop), Mask(b == a, window, offset=offset)))
         if joins and new == [*own]:
             blocks = [ScoreBlock(both, both, CAUSAL)]  # (2)
-        elif ascending and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # the same keys and mask
+        elif joins and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # the same keys and mask
             blocks[:2] = [blocks[0]._replace(queries=both)]  # (3)
         steps.append(blocks)
     if documents is None:

@@ -4,12 +4,12 @@
 
 Most communication is inside the layers it is built from. A column-parallel layer takes the [T/t, H] that a rank has
 between layers and returns all T tokens for this rank's heads or channels; a row-parallel layer returns to [T/t, H].
-Context parallelism is inside attention (and in the loss that balances experts, which counts whole sequences). The grid
-shows mostly in Specs, which say how each weight is sharded; besides, Attention counts this rank's heads,
-MixtureOfExperts dispatches tokens to experts, and Llama builds this rank's pipeline stages.
-`context.recompute(block, x)` may save x alone and run the block a second time in backward;
-`context.recompute.drop(h, y, f, x)` says that h = f(x) may be freed now, and computed again when the backward of y
-begins.
+Context parallelism is inside attention (and in rotary positions, and the loss that balances experts). The grid shows
+mostly in Specs: {"tp": 0} is a weight that tp ranks share by rows; a "replicate" or "partial" one is whole on each,
+with equal gradients, or with gradients to be summed. Besides, Attention counts this rank's heads, MixtureOfExperts
+dispatches tokens to experts, and Llama builds this rank's pipeline stages.
+With --recompute full `context.recompute(block, x)` saves x alone, and runs the block again in backward. With selective
+`context.recompute.drop(h, y, f, x)` frees h = f(x), which y is computed from, until the backward of y begins.
 
 Touvron et al. 2023 (Llama); Ainslie et al. 2023 (grouped queries).
 Shapes: B batch, S tokens of a sequence, s = S/c on this rank with c context parallel ranks, T = B s, t tensor parallel
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
         self.qkv = ColumnParallelLinear(make, *weights, biases=biases if model.qkv_bias else [])
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(model)))
-        # Partial, as each rank has other query heads (of k_norm with kv_copy: for the same key head).
+        # Partial: each rank has other heads (with kv_copy the same key head, but other queries of it).
         self.q_norm, self.k_norm = (RMSNorm(make, name + norm, D, model.norm_eps, {"tp": "partial"})
                                     if model.qk_norm else None for norm in ("q_norm", "k_norm"))
 
@@ -115,13 +115,13 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         gate_up = self.gate_up(x, context.tp)
         hidden = swiglu(gate_up)
-        y = self.down(hidden, context.tp, skip=is_recomputing())  # recomputed without y: no backward reads x + y
+        y = self.down(hidden, context.tp, skip=is_recomputing())  # a second run is for backward, and y is only added
         context.recompute.drop(hidden, y, swiglu, gate_up)
         return y
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)). norm_along: Spec.along of the norms' weights."""
+    """x + attention(norm(x)), then x + ffn(norm(x)). norm_along: Spec.along of weights that are whole on each rank."""
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
                  balance: Balance):
@@ -197,12 +197,12 @@ class Llama(nn.Module):
         self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
         cp, tp = (groups.get(axis, ALONE) for axis in ("cp", "tp"))
-        self.angles_in_sequence = lru_cache(None)(lambda s, device: rotary_angles(  # all micro-batches have the same
+        self.angles_in_sequence = lru_cache(None)(lambda s, device: rotary_angles(  # those in flight share them
             own_positions(s, cp.size, cp.rank, device), model, execution.dtype))
         self.tp = TensorParallel(tp, execution.sequence, execution.async_tp) if tp.size > 1 else TensorParallel(tp)
-        slots = self.pipeline.in_flight * max(map(len, self.stages.values()))  # most inputs of blocks saved at once
-        equal_inputs = ALONE if self.tp.sequence else self.tp.group  # its t ranks save 1/t of a block's input each
-        self.recompute = Recompute(execution.recompute, slots, equal_inputs, execution.rows)
+        slots = self.pipeline.in_flight * max(map(len, self.stages.values()))  # for inputs of blocks saved at once
+        same_inputs = ALONE if self.tp.sequence else self.tp.group  # its t ranks save 1/t of a block's input each
+        self.recompute = Recompute(execution.recompute, slots, same_inputs, execution.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         reads_tokens = 0 in self.stages or (model.mtp and self.last_stage in self.stages)
         self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding")) if reads_tokens else None
@@ -239,9 +239,10 @@ class Llama(nn.Module):
         aux_loss_scale: factor of a sequence's auxiliary losses (ep.AddAuxiliaryLoss adds their gradient); None: none.
         loss_grad: the gradient that each sum will have in backward (default 1), as a fused loss computes its own in
         forward."""
-        assert cache is None or documents is None, "a KV cache knows of no documents"
-        assert (next_tokens is None) == (next_labels is None) and (next_labels is None or labels is not None)
-        context = self.context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
+        assert cache is None or documents is positions is None, "a KV cache counts positions, and knows of no documents"
+        assert (next_tokens is None) == (next_labels is None)
+        assert next_labels is None or (labels is not None and self.model.mtp)
+        context = self.make_context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
         self.recompute.start_forward()
         if stage == 0:
             x = self.embedding(tokens.flatten(), context.tp)
@@ -254,11 +255,11 @@ class Llama(nn.Module):
         labels = [each.flatten() for each in (labels, next_labels) if each is not None]
         return self.head(x, context, labels, loss_grad)
 
-    def context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
-                aux_loss_scale: float | Tensor | None, next_tokens: Tensor | None) -> ForwardContext:
+    def make_context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
+                     aux_loss_scale: float | Tensor | None, next_tokens: Tensor | None) -> ForwardContext:
         execution, model = self.execution, self.model
         tp, groups, earlier = self.tp, self.groups, 0
-        if cache is not None:  # sampling: few tokens, all of them on every rank
+        if cache is not None:  # sampling: too few tokens to be shared
             tp, groups, earlier = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
             positions = torch.arange(earlier, earlier + tokens.shape[1], device=tokens.device)
         cp = groups.get("cp", ALONE)
@@ -271,7 +272,7 @@ class Llama(nn.Module):
         angles = (self.angles_in_sequence(tokens.shape[1], tokens.device) if positions is None else
                   rotary_angles(positions, model, execution.dtype))
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
-                              routing=routing, gather_latents=partial(gather_tokens, group=cp), cache=cache,
+                              routing=routing, cache=cache, gather_latents=partial(gather_tokens, group=cp),
                               next_tokens=next_tokens)
 
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
@@ -326,7 +327,7 @@ class MultiTokenPrediction(Block):
         """[T/t, H] -> [2 T/t, H]: h, and below it, already normalised, what predicts the token after the next."""
         if context.next_tokens is None:
             return h
-        # Not called, or zero.py's hooks of the embedding would prefetch block 0. This unit has the table, too.
+        # Not called: zero.py's hooks would take it for the first unit of a forward. The table is in this unit as well.
         e = self.embedding.forward(context.next_tokens.flatten(), context.tp)
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel())
         return torch.cat((h, self.norm(super().forward(x, context))))  # one tensor, as a unit's hooks follow one result
