@@ -18,12 +18,13 @@ sharding is n shards on each of r replicas, which add up their shards of the gra
 every gradient takes one path, `reduction`, and a level answers three questions: is a bucket cut into shards (>= 1)? Is
 its gradient reduced, and freed, after every micro-batch (>= 2)? Are its weights whole only while they are used (3)?
 
-Overlap: reductions run under backward; all-gathers of levels 1 and 2 under the next forward, of level 3 under the unit
-         that runs before. Not hidden are a forward's first and, but where the head's forward precedes, a backward's.
+Overlap: reductions run under backward, but the last; all-gathers of levels 1 and 2 under the next forward, of level 3
+         under the unit before. Not hidden: a forward's first and, at level 3, that of a backward without the head.
 Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights.
          More is held by afab and dualpipev (the head's weights, and the block's before it, until the head's backward),
          split backwards (a bucket's gradient until its weight gradients are computed), a tied table (its gradient
-         until the second backward), and Muon (the gradients of a stage's norms, in a bucket of their own).
+         until the second backward), Muon at level 2 (all norms' gradients), and by levels 0 and 1 with --reduce-dtype
+         bf16 (all gradients in 16 bits, too, until finish_step).
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step; a unit: embedding, a block, or head.
@@ -45,7 +46,7 @@ from update import UPDATE_RULES, LossScale
 def treatment(param: nn.Parameter) -> tuple:
     """What finish_step (partial_axes), the norm (replicated_axes) and the update rule (decay) treat differently. A
     bucket is sorted by it: what is treated alike is one span of its flat tensors, in which parameters keep the order of
-    the model. So wq, wk and wv stay neighbours, and one matmul adds to all three gradients."""
+    the model. So wq, wk and wv stay neighbours (if tp <= K), and one matmul adds to all three gradients."""
     return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
 
 
@@ -54,8 +55,8 @@ class ShardedBucket(Bucket):
 
     shards: the ranks that have different shards. replicas: those that have the same one. shard: this rank's slice.
     state: name -> tensor as long as the shard: "master", the master weights, and the rule_state of the update rule.
-    started_last: one dict of all buckets: the process group of a data axis -> whose reduction was started last on it.
-    Of Bucket: numel, the length of the flat tensors; offset: parameter -> where it begins; acc_dtype: fp32, or fp64.
+    started_last: a dict that all buckets share: process group -> the bucket whose reduction was started last on it.
+    Of Bucket: numel, of the flat tensors, here padded; offset: parameter -> where it begins; acc_dtype: fp32, or fp64.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
@@ -83,7 +84,7 @@ class ShardedBucket(Bucket):
         if self.level == 3:
             self.free_weights()
 
-        self.host = offload(self) if offload else None  # has `state` in host memory, copies gradients in, weights out
+        self.host = offload(self) if offload else None  # allocates `state` there, copies gradients in, weights out
         zeros = self.host.zeros if self.host else self.zeros
         self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
@@ -107,11 +108,11 @@ class ShardedBucket(Bucket):
             if len(part):
                 yield spec, part
 
-    # A gradient's way: param.py adds it to main_grad(param) and calls ready(param), of Bucket. That counts `missing`
-    # down from `expected`, all gradients of a step, and if is_due() calls start_reduction(). This first resumes the
-    # reduction before, then runs the generator reduction() to its first yield and keeps it as `reducing`; finish_step()
-    # runs that to its end. So each collective has a bucket's backward to hide under. With replicas, at a step's end
-    # (without them there is no all-reduce; level 0, and level 1 without replicas, wait in finish_step alone):
+    # A gradient's way: param.py adds it to main_grad(param) and calls ready(param), of Bucket, which counts `missing`
+    # down from `expected`, all gradients of a step, and if is_due() calls start_reduction(). That (1) resumes the
+    # bucket whose reduction was started before, (2) runs this one's generator reduction() to its first yield, and keeps
+    # it as `reducing`; finish_step() runs each to its end. So all but the last collectives have a backward to hide
+    # under. With replicas, at a step's end:
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
     #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
@@ -157,7 +158,8 @@ class ShardedBucket(Bucket):
         network is a bucket behind; so not at level 1 without replicas, nor at level 0."""
         if self.level >= 2 or (self.level and self.replicas.size > 1):
             axis = self.shards.process_group
-            next(self.started_last.get(axis, self).reducing, None)  # default: self, whose own is empty
+            if before := self.started_last.get(axis):
+                next(before.reducing, None)
             self.started_last[axis] = self
         super().start_reduction()
 
@@ -226,7 +228,7 @@ class ShardedBucket(Bucket):
         elements are in grad_shard and in each tensor of `state`). Each element is in one piece, padding in none."""
         part = part or slice(0, len(self.master))
         for param in self.params:
-            begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; perhaps before it, or after
+            begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; below 0, if before it
             for box, place in pieces_within(part, param.box, begin):
                 yield param, box, place
 
@@ -255,8 +257,7 @@ class UnitWeights:
 
     def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
         self.buckets, self.following, self.is_head = buckets, following, is_head
-        # The unit before, whose backward comes after this one's: that unit's forward sets it here. The embedding's does
-        # not, as it has no backward that reads weights.
+        # The unit before, whose backward comes after this one's: that unit's forward sets it here.
         self.previous: UnitWeights | None = None
         unit.register_forward_pre_hook(self.before_forward)
         unit.register_forward_hook(self.after_forward)
@@ -287,7 +288,7 @@ class UnitWeights:
         return x, *others
 
     def after_forward(self, unit: nn.Module, inputs: tuple, y: Tensor) -> Tensor:
-        if not inputs[0].requires_grad:
+        if not inputs[0].requires_grad:  # an evaluation, or the embedding: no backward reads weights
             self.reshard()
             return y
         if self.following:
@@ -360,7 +361,7 @@ class Optimizer:
             bucket.begin_step(micro_batches)
 
     def scale_loss(self, loss: Tensor | float) -> Tensor | float:
-        """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale. Of 1 that scale."""
+        """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale. Of 1 the scale."""
         return loss * self.loss_scale.value if self.loss_scale else loss
 
     def finish_step(self) -> None:
@@ -425,7 +426,7 @@ def demo(group: Group) -> None:
     for level in range(4):
         layers = [nn.Linear(256, 256, bias=False, device="meta") for _ in range(12)]
         for number, layer in enumerate(layers):
-            layer.weight = parameter(Spec(f"{number}", (256, 256), std=1 / 16), groups, x.dtype)
+            layer.weight = parameter(Spec(f"{number}", (256, 256)), groups, x.dtype)
         optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
         sent.clear()
         optimizer.begin_step(micro_batches=1)  # so A = 1; a gradient has 4 bytes, a weight 2
