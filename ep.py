@@ -1,12 +1,12 @@
 """Expert parallelism: a layer's feed-forward networks, its experts, are sharded over ranks; each token uses k of them.
 
-Saves: all but 1/n of the experts' weights, gradients and optimizer state.
-Costs: a token is sent once to each of the u ranks that have any of its experts, and back: in forward and backward of a
-       layer a rank sends 4 T u H (n-1)/n elements, 5 with full recomputation. Shared experts hide dispatch's, 2 or 3 of
-       these; combine's are not hidden. Besides, before each copy go the numbers of its k experts (not hidden, 4 k
-       bytes), with it their gates (4 k), with its gradient those of gates (4 k). If all choices are equally likely,
-       u = n (1 - C(E - e, k) / C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch ranks
-       exchange counts, and the host waits for the device, to learn how many rows there are.
+Saves: all but 1/n of the experts' weights and gradients, and of their optimizer state, unless ZeRO shards that anyway.
+Costs: a token is sent once to each of the u ranks that have any of its experts, and back: T u H (n-1)/n elements per
+       exchange, dispatch and combine in forward, both in backward, dispatch again with full recomputation. Shared
+       experts hide dispatch's, nothing combine's. A copy brings k numbers of experts (once, not hidden), and k gates,
+       or their gradients, per dispatch: 4 k bytes each. If all choices are equally likely, u = n (1 - C(E - e, k) /
+       C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch ranks exchange counts, and the
+       host waits for the device, to learn how many rows there are.
 Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
 
 Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
@@ -123,16 +123,16 @@ class Router:
         return make_route(chosen, counts.sum(0), group), coefficients  # padding, too, is sent and computed
 
     def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
-        """What p_te, [B + 1, E], and squared logsumexps, [B + 1, 1], are multiplied by in the losses of their sequence,
-        see Balance; 0 for padding, the last row. counts: [B, E], how many of this rank's tokens chose each expert."""
+        """Coefficients of p_te, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses (Balance): a row per
+        sequence, the last for padding, 0. counts: [B, E], how many of this rank's tokens chose each expert."""
         k, c, B = self.model.top_k, counts.to(self.bias.dtype), len(counts)  # c: see Balance
         for group in info.groups:
             all_reduce(c, group)
         S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
-        z, stands_for = self.balance.z_loss / S, 1  # by sequence in any case
-        if self.balance.over == "micro-batch":  # one loss, of all as one sequence
-            c, S, stands_for = c.sum(0, keepdim=True), S.sum(0, keepdim=True), B
-        aux = stands_for * self.balance.aux_loss * self.model.experts / (k * S.square()) * c
+        z = self.balance.z_loss / S  # by sequence in any case
+        if self.balance.over == "micro-batch":  # each sequence counts as the mean one
+            c, S = c.mean(0, keepdim=True), S.mean(0, keepdim=True)
+        aux = self.balance.aux_loss * self.model.experts / (k * S.square()) * c
         return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
 
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, info: RoutingInfo, coefficients: tuple) -> Tensor:
@@ -243,7 +243,7 @@ def sort_copies(destinations: Tensor, count: int, C: int) -> Copies:
 
 
 class Route(NamedTuple):
-    """Where tokens go: decided once per layer, and used in forward, backward and recomputation."""
+    """Where tokens go: decided once per layer and micro-batch, and used in forward, backward and recomputation."""
     group: Group
     chosen: Tensor  # [T, k], the experts of each token
     to_ranks: Copies | None  # U copies of T tokens, one to each rank with experts of it; None: there is one rank
@@ -264,8 +264,8 @@ class Dispatch:
     """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
     rank's experts [R, H], sorted by expert, and their gates [R]. Forward: StartDispatch sends, FinishDispatch waits.
     Backward: FinishDispatch sends, StartDispatch waits. Autograd runs the node that was made last first, so what
-    forward computes between the two (shared experts) has its backward between them, too, and hides both. No cycle
-    through the graph keeps tensors alive: `wait` forgets what arrives, and a Pending that was waited for its result."""
+    forward computes between the two (shared experts) has its backward between them, too, and hides both. Against
+    a cycle through the graph, which would keep tensors alive, `wait` drops `arriving`, and Pending.wait its result."""
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
         self.route, self.pending, self.arriving = route, [], (x, gates)
@@ -370,7 +370,7 @@ class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
     def begin(self) -> "GroupedMatmul":
-        """What multiplies in one forward and its backward: in FP8 a copy, which has the scale of X."""
+        """What multiplies in one forward and its backward: this, or in FP8 a copy of it, which keeps the scale of X."""
         return self
 
     def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
@@ -400,9 +400,9 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
-        hidden = swiglu(gate_up, gates)
+        hidden = swiglu(gate_up, gates)  # each row times its gate
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees it; y's backward recomputes it first
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees hidden until y's backward begins
         return y
 
 
@@ -434,7 +434,7 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 
 
 def fits_grouped_mm(x: Tensor) -> bool:
-    """Whether F.grouped_mm takes this operand: bf16, and every row begins at a multiple of 16 bytes."""
+    """Whether F.grouped_mm takes this operand, if contiguous: bf16, and rows begin at multiples of 16 bytes."""
     return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
 
 
