@@ -76,7 +76,7 @@ def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
 def own_positions(s: int, c: int, i: int, device: torch.device) -> Tensor:
     """Where in the sequence of c s tokens rank i's s tokens are."""
     everywhere = torch.arange(c * s, device=device)
-    return everywhere if c == 1 else take_chunks(everywhere, c, own_chunks(c, i))  # of one rank s may be odd
+    return everywhere if c == 1 else take_chunks(everywhere, c, own_chunks(c, i))  # s may be odd if c is 1
 
 
 def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, c: int, i: int,

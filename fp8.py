@@ -3,18 +3,18 @@
 Saves: up to half the time of a matmul. (What is saved for backward, and gathered, stays in 16 bits.)
 Costs: quantising reads weights and dY once (experts' dY twice), X twice (in forward and for dW), and writes two FP8
        copies of each. One scale per tensor needs one more read, for the largest element, on which ranks agree. Both
-       copies of a weight, 2 bytes per parameter, are cached until it changes (not at ZeRO level 3).
+       copies of a weight, 2 bytes per parameter, are cached until it changes; at ZeRO level 3 every use makes both.
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or the loss rises.
 
     format   sign, exponent, mantissa   largest   smallest   normal from   rounding error   range             used for
-    E4M3     1 4 3                      448       2^-9       2^-6          up to 1/16       18 powers of 2    X and W
+    E4M3     1 4 3                      448       2^-9       2^-6          up to 1/16       18 powers of 2    the rest
     E5M2     1 5 2                      57344     2^-16      2^-14         up to 1/8        32 powers of 2    some dY
 
 What is stored is x / scale, scale = amax / (largest number of the format), TE's scale_inv; amax is the largest |x| of
 
-    tensorwise   the tensor: an outlier 1000 times as large as the rest costs the rest 10 of the 18 powers of two, and
-                 small gradients would be 0, hence E5M2 for dY. Ranks with shards of one tensor agree on its amax (an
-                 all-reduce of one number per axis), so that results do not depend on how it is sharded.
+    tensorwise   the tensor (wq, wk, wv are one, and all experts): an outlier 1000 times as large as the rest costs
+                 the rest 10 of the 18 powers of two; small gradients would be 0, hence E5M2 for dY. Ranks with shards
+                 of a tensor agree on its amax, one number per axis, so results do not depend on how it is sharded.
     blockwise    1 x 128 elements along the dimension that the product sums over; of a weight, a tile of 128 x 128, so
                  that the same numbers serve W and W^T. An outlier affects its own block only: E4M3 for dY, too.
 
@@ -199,9 +199,9 @@ class Quantiser:
         self.x_scale = self.dy_scale = None
 
     def begin(self) -> "Quantiser":
-        """A copy for one forward of a layer and its backward, with the same cache. It keeps the scales on which ranks
-        have agreed for X and dY (tensorwise), as both may be gathered and quantised again, X for wgrad, dY for a wgrad
-        that is deferred: another all-reduce there would wait for the exchange that the matmul is to hide. Where
+        """A copy for one forward of a layer and its one backward, with the same cache. It keeps the scales of X and dY
+        on which ranks have agreed (tensorwise), as both may be gathered and quantised again, X for wgrad, dY for a
+        deferred one: another all-reduce there would wait for the exchange that the matmul is to hide. Where
         recomputation has skipped the forward, ranks agree on X's in wgrad."""
         return copy(self)
 

@@ -80,7 +80,7 @@ MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a p
 
 
 class TensorParallel(NamedTuple):
-    """How the ranks of a group share layers. Functions take it as `tp`; without a group nothing is sharded.
+    """Which exchanges layers make (their weights are sharded already). Functions take it as `tp`; no group: none.
 
     sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
     async_tp: asynchronous tensor parallelism; needs `sequence`; not with FP8.
@@ -159,17 +159,16 @@ MATMUL = Matmul()
 
 
 def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
-                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> Callable[[], None]:
-    """A weight gradient that reads a gathered tensor, in two steps: this starts to gather `shard`; the function that is
-    returned waits for it, and calls add(gradient buffer, gathered). In the first half of a split backward param.py
-    queues both steps, and that function does nothing. defer: False to queue nothing."""
+                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> WeightGrad:
+    """A weight gradient that reads a gathered tensor, in two steps: this starts to gather `shard`; next(result, None)
+    waits for it, and calls add(gradient buffer, gathered). In the first half of a split backward param.py queues both
+    steps, and the result is empty. defer: False to queue nothing."""
     def steps() -> WeightGrad:
         gathering = gather(shard)
         yield  # meanwhile the caller computes something else, which hides the gather
         add_to(weights, lambda out: add(out, gathering.wait()))
 
-    started = start_weight_grad(weights, steps(), defer)  # has run to its yield, or is empty, if queued
-    return lambda: next(started, None)
+    return start_weight_grad(weights, steps(), defer)
 
 
 class Column(Function):
@@ -197,13 +196,13 @@ class Column(Function):
         tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds = mm.prepare_grad(ds)
-        finish = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
+        adding = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
                                 lambda out, gathered: mm.wgrad(out, ds, gathered), ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        finish()  # unless it is queued, adds dA: its matmul hides the reduction of dX
+        next(adding, None)  # unless it is queued, adds dA: its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
@@ -230,7 +229,7 @@ class Row(Function):
             gathered = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
         if is_deferring():  # the gathered dZ is too large to queue: its shard is, to be gathered and prepared again
-            gather_and_add(weights, tp.gather, dz, lambda out, dz: mm.wgrad(out, mm.prepare_grad(dz), y))
+            gather_and_add(weights, tp.gather, dz, lambda out, whole: mm.wgrad(out, mm.prepare_grad(whole), y))
         else:
             add_to(weights, lambda out: mm.wgrad(out, gathered, y))
         return dy, None, None, None, None
