@@ -310,7 +310,7 @@ def demo() -> None:
     x, w = torch.randn(512, 384, generator=generator), nn.Parameter(torch.randn(256, 384, generator=generator) / 20)
     w.generation = 0
     dy = torch.randn(512, 256, generator=generator) * torch.exp2(-12 * torch.rand(512, 1, generator=generator))
-    print("Relative error, mean over rows.                        X W^T     dY W     dY^T X    dY = 0")
+    print(f"{'Relative error, mean over rows':50s}{'X W^T':>9s}{'dY W':>9s}{'dY^T X':>9s}{'dY = 0':>10s}")
     for outlier in (1, 1e6):
         dy[0] *= outlier
         for name, recipe in {**FP8_RECIPES, "E4M3 for all, one scale": Fp8Recipe("e4m3", False)}.items():

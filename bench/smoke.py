@@ -100,8 +100,9 @@ def train_grid(flags: str, where: torch.device, store: dist.Store | None) -> lis
 
 def model_flags(grid: str) -> str:
     """The flags without those that only divide the work."""
-    asked = {name: value for name, value in config.read(grid.split()).items() if name not in NOT_THE_MODEL}
-    return " ".join(config.flag(name) + ("" if value is True else f" {value}") for name, value in asked.items())
+    asked = [[config.flag(name), *([] if value is True else value if isinstance(value, list) else [str(value)])]
+             for name, value in config.read(grid.split()).items() if name not in NOT_THE_MODEL]
+    return " ".join(sum(asked, []))
 
 
 @cache
@@ -124,8 +125,7 @@ def main(arguments: list[str]) -> None:
     failed = False
     for number, grid in enumerate(grids):
         for dtype in TOLERANCE:
-            began = time.monotonic()
-            own = dist.PrefixStore(f"{number} {dtype}", store) if store else None
+            began, own = time.monotonic(), store and dist.PrefixStore(f"{number} {dtype}", store)
             losses = train_grid(f"{grid} --dtype {dtype}", where, own)
             seconds = time.monotonic() - began
             if rank == 0:

@@ -42,7 +42,7 @@ from run.meter import Meter
 from run.ranks import host_group
 
 ROOT = os.path.dirname(config.__file__)
-SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 97 --seq 24 --global-batch 8 --warmup 2"
+SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
 ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --chunks 0 --ep 1 "
        "--zero 0")  # the grid of one process: else a resumed run has the checkpoint's
 MOE = "--experts 4 --top-k 2 --expert-ffn 24"
@@ -95,8 +95,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
 # Each grid takes a step from the checkpoint of the one before. 28 ordered pairs, 12 of them not in the slow tier, where
 # there are 100 random ones, too.
 CHAINS = {
-    "dense": ("", [(1, ""), (4, "--tp 4 --kv-heads 4"), (3, "--zero 3"), (4, "--dp 2 --cp 2 --zero 2"),
-                   (2, "--pp 2 --schedule zb-v"), (1, "")]),
+    "dense": ("", [(1, ""), (4, "--tp 4 --kv-heads 4"), (3, "--zero 3"), (1, "")]),
+    "dense, too": ("", [(4, "--dp 2 --cp 2 --zero 2"), (2, "--pp 2 --schedule zb-v"), (1, "")]),
     "tied": ("--tied", [(1, ""), (3, "--pp 3"), (4, "--pp 2 --tp 2 --zero 1"), (1, "")]),
     "experts": (f"{MOE} --bias-rate 0.01", [(1, ""), (2, "--ep 2"), (4, "--dp 4 --ep 2 --zero 3"), (2, "--pp 2"),
                                             (1, "")]),
@@ -108,8 +108,8 @@ CHAINS = {
                                                   (2, "--tp 2 --sp off"), (8, "--pp 2 --tp 2 --ep 4")])}
 draw = random.Random(0)
 for name in ("dense", "tied", "experts"):
-    model, grids_of_model = CHAINS[name][0], CHAINS[name][1] + CHAINS[f"{name}, more"][1]
-    CHAINS[f"{name}, more at random"] = model, draw.choices(grids_of_model, k=35)
+    grids_of_model = [grid for key in CHAINS if key.startswith(name) for grid in CHAINS[key][1]]
+    CHAINS[f"{name}, more at random"] = CHAINS[name][0], draw.choices(grids_of_model, k=35)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "more" in name else ())

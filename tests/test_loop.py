@@ -28,8 +28,7 @@ from run.log import Log
 from run.meter import Meter
 from zero import Optimizer
 
-MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --sample= "
-         "--separator 0 --device cpu")
+MODEL = f"{grids.TINY} --vocab 61 --seq 12 --sample= --separator 0 --device cpu"
 RAMP = "4@0,8@96,12@250"  # 96: what two steps of 4 have seen
 
 
@@ -267,10 +266,10 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     log.peak, log.ranks = 1e9, 2
     step = job.Step(0, range(4), 0, [], sent=Counter())
     record = log.metrics(step, skipped=0, loss=1.0, norm=1.0, seconds=0.5)
-    norms = 5 * 24  # weights that the convention of 6 FLOPs per parameter and token counts, too
+    norms = 5 * 32  # weights that the convention of 6 FLOPs per parameter and token counts, too
     assert record["hfu"] * 0.5 * 2 * 1e9 == pytest.approx(meter.flops + 6 * norms * 4 * 12)
     assert (record["mfu"] == record["hfu"]) == (recompute == "none")
-    scores = 3 * 2 * 2 * 2 * 4 * 4 * 6 * 12 * 12  # FLOPs of QK^T and PV, forward and twice backward, in 2 layers
+    scores = 3 * 2 * 2 * 2 * 4 * 4 * 8 * 12 * 12  # FLOPs of QK^T and PV, forward and twice backward, in 2 layers
     assert (record["mfu"] - record["mfu_causal"]) * 0.5 * 2 * 1e9 == pytest.approx(scores / 2)
     assert (record["tokens_per_s"], record["tokens_per_s_per_gpu"]) == (4 * 12 / 0.5, 4 * 12 / 0.5 / 2)
 

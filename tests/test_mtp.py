@@ -11,7 +11,7 @@ from run import job
 from run.data import MicroBatch
 from run.sampling import sample
 
-SMALL = "--layers 2 --hidden 24 --heads 4 --kv-heads 2 --ffn 32 --seq 12 --global-batch 4 --dtype fp32 --sample= "
+SMALL = f"{grids.TINY} --seq 12 --global-batch 4 --dtype fp32 --sample="
 
 
 @pytest.mark.parametrize("documents, labels", [(None, [22, -100, 24, 25, -100]),

@@ -20,8 +20,7 @@ from run import offload
 from run.data import MicroBatch
 from run.meter import Meter
 
-MODEL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 61 --seq 16 --global-batch 4 --micro-batch 2 "
-         "--warmup 0 --data " + __file__)
+MODEL = f"{grids.TINY} --layers 4 --vocab 61 --seq 16 --global-batch 4 --micro-batch 2 --warmup 0 --data {__file__}"
 
 
 def build(flags: str) -> tuple:

@@ -19,8 +19,7 @@ from run.data import MicroBatch
 from run.device import check_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
-MODEL = ("--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --ffn 40 --vocab 61 --seq 12 --global-batch 2 "
-         "--dtype fp32 --z-loss 0.01 --data " + __file__)
+MODEL = f"{grids.TINY} --head-dim 16 --vocab 61 --seq 12 --global-batch 2 --dtype fp32 --z-loss 0.01 --data {__file__}"
 
 
 def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.Tensor]:

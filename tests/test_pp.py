@@ -51,12 +51,12 @@ def possible(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan | No
 
 
 def plans(schedule: str):
-    """Every plan of a schedule for p 1..8 and m 1..12 and some to 32 that is not refused; to 12 also those with other
-    groups."""
+    """Every plan of a schedule for p 1..8 and m 1..12 and some to 32 that is not refused; for p to 4 and m to 12 also
+    those with other groups."""
     for p, m in VALID:
         choices = [(0, 0)]
         if schedule in ("interleaved", "zb1p"):
-            groups = {min(p, m), min(m, p + 1), min(2 * p, m), m} if m <= 12 else ()
+            groups = {min(p, m), min(m, p + 1), min(2 * p, m), m} if p <= 4 and m <= 12 else ()
             choices = [(1, 0), (2, 0), (3, 0), (3, m), *((2, n) for n in groups)]
         for v, n in choices:
             if plan := possible(schedule, p, m, v, n):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from grids import everyone
+from grids import TINY, everyone
 from runs import run
 
 import pp
@@ -15,8 +15,7 @@ from run import log, start
 from run.meter import Meter
 from schedules import make_plan
 
-SEVEN_STEPS = ("--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --dtype fp32 --sample= --micro-batch 8 --steps 7 "
-               f"--data {pp.__file__} --profile")
+SEVEN_STEPS = f"{TINY} --dtype fp32 --sample= --micro-batch 8 --steps 7 --data {pp.__file__} --profile"
 
 
 def test_a_trace_names_phases_and_actions(tmp_path):

@@ -2,6 +2,7 @@
 from functools import cache
 from pathlib import Path
 
+import grids
 import numpy as np
 import pytest
 import runs
@@ -13,16 +14,16 @@ import train
 from groups import build_groups
 from run.meter import Meter
 
-MODEL = ("--layers 2 --hidden 24 --heads 4 --kv-heads 2 --head-dim 6 --ffn 32 --vocab 61 --seq 12 --dtype fp64 "
-         "--steps 3 --warmup 1 --lr 0.02 --global-batch 8 --sample= --device cpu")
+MODEL = (grids.TINY + " --vocab 61 --seq 12 --dtype fp64 --steps 3 --warmup 1 --lr 0.02 --global-batch 8 --sample= "
+         "--device cpu")
 MOE = "--experts 4 --expert-ffn 8"
 LATENT = "--kv-heads 4 --kv-lora-rank 6 --rope-head-dim 2"
 FP8 = "--dtype fp32 --hidden 32 --head-dim 16 --ffn 32 --fp8 tensorwise --layers 3"
 UNSEEN = "--val-data {folder}/unseen.npy"
 # Field -> (what else the run has, what is changed); the metrics of its three steps differ.
 CHANGES = {
-    "layers": ("", "--layers 3"), "hidden": ("", "--hidden 28"), "heads": ("", "--heads 2"),
-    "kv_heads": ("", "--kv-heads 1"), "head_dim": ("", "--head-dim 8"), "ffn": ("", "--ffn 33"),
+    "layers": ("", "--layers 3"), "hidden": ("", "--hidden 40"), "heads": ("", "--heads 2"),
+    "kv_heads": ("", "--kv-heads 1"), "head_dim": ("", "--head-dim 6"), "ffn": ("", "--ffn 33"),
     "vocab": ("", "--vocab 62"), "tied": ("", "--tied"), "rope_theta": ("", "--rope-theta 100"),
     "rope_scaling": ("--rope-theta 1e9", "--rope-scaling 8"), "norm_eps": ("", "--norm-eps 0.1"),
     "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"),

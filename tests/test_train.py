@@ -25,7 +25,7 @@ from run import checkpoint, device, dryrun, job, log, sampling, start
 from run.data import Codec, open_samples
 
 ROOT = os.path.dirname(config.__file__)
-SMALL = "--layers 2 --hidden 32 --heads 2 --ffn 48 --seq 32 --warmup 2"
+SMALL = f"{grids.TINY} --seq 32 --warmup 2"
 
 
 def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_path):
@@ -41,7 +41,7 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     records, (saved,), lines = metrics(file), start.checkpoints_in(tmp_path / "out"), out.splitlines()
     steps = len(records)
     for line, has in zip(lines, ("cpu (there is no GPU here), one process, fp32", "pp 1 x dp 1 x cp 1 x tp 1, zero 0: ",
-                                 "global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens", "34,016 parameters", "data",
+                                 "global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens", "31,968 parameters", "data",
                                  f"trained {steps} steps on {512 * steps:,} tokens: last loss ")):
         assert has in line
     assert lines[6:] == [f"ended after {steps} of 100000 steps, as asked (SIGTERM): continue with --out {tmp_path}/out "

@@ -27,6 +27,8 @@ from groups import AXES, build_groups
 from run import device, job
 from run.data import MicroBatch, Samples
 
+# Whole runs are of a TINY model, FP8's of pairs.WIDE, and what must be exact of BASE.
+TINY = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24"
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
 BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
         "--dtype fp64 --steps 2 --warmup 0 --lr-schedule constant --lr 0.003 --clip 0.2 --weight-decay 0.3 "

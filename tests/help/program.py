@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.pipelining", "torch._dynamo", "triton",
-             "numpy", "einops", "tqdm", "pytest"]
+PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.optim", "torch.distributed.pipelining",
+             "torch._dynamo", "triton", "numpy", "einops", "tqdm", "pytest", "libraries"]
 
 
 def forks() -> multiprocessing.context.BaseContext:

@@ -1,0 +1,12 @@
+"""Libraries that the project is compared with, imported where none of its files can be found: transformers looks for a
+package named kernels."""
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+path = sys.path[:]
+sys.path[:] = [folder for folder in path if ROOT not in (Path(folder).resolve(), *Path(folder).resolve().parents)]
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
+import transformers.models.mixtral.modeling_mixtral  # noqa: E402, F401
+
+sys.path[:] = path
