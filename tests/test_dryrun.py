@@ -247,6 +247,7 @@ PLANNED = [  # (flags, pipeline rank, of 8 ranks)
     (SIZE + "--mtp --pp 2 --dp 4 --zero 1", 1),
     (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0),
     (SIZE + "--dp 8 --zero 1 --dp-replicate 2", 0),
+    (SIZE + "--tp 8 --sp off --recompute full --micro-batch 8", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]), ("--cp 8", [0]),

@@ -341,6 +341,8 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
     (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
     (dict(rope_parameters=dict(sliding_attention=dict(rope_type="default"))), "sliding_attention"),
     (dict(WINDOW, max_window_layers=2), "sliding_window 7, but not in layers [0, 1]: must be in all"),
+    (dict(WINDOW, num_hidden_layers=4, layer_types=["sliding_attention", *["full_attention"] * 2, "sliding_attention"]),
+     "sliding_window 7, but not in layers [1, 2]: must be in all"),  # as many as every second
     (dict(WINDOW, layer_types=["sliding_attention"] * 2), "one per layer"),
     (dict(WINDOW, layer_types=["chunked_attention"] * 3), "must be full_attention or sliding_attention"),
     (dict(WINDOW, layer_types=[{}] * 3), "must be full_attention or sliding_attention"),

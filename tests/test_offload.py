@@ -42,14 +42,16 @@ def train_steps(flags: str) -> list[torch.Tensor]:
     return [*losses, *(flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values()))]
 
 
-def test_offloaded_shards_train_to_the_same_bits(pool):
-    for level in 1, 3:
-        grid = f"--micro-batch 12 --layers 1 --dtype bf16 --zero {level} --offload"
-        here, there = (pool.run(2, "grids:run", grid=f"{grid} {what}") for what in ("none", "optimizer"))
-        assert [rank["visible"] for rank in here] == [rank["visible"] for rank in there]
-        for what in ("params", "m", "v"):
-            wants, found = (grids.whole([rank[what] for rank in ranks]) for ranks in (here, there))
-            assert all(torch.equal(found[name], want) for name, want in wants.items())
+@pytest.mark.parametrize("grid, what", [("--layers 1 --zero 1", "optimizer"), ("--layers 1 --zero 3", "optimizer"),
+                                        ("--pp 2 --layers 4 --recompute full", "activations")])
+def test_offloaded_shards_train_to_the_same_bits(pool, grid, what):
+    """Stages of a pipeline fetch the inputs of one forward, not those of the forward before."""
+    grid = f"--micro-batch 12 --dtype bf16 {grid} --offload"
+    here, there = (pool.run(2, "grids:run", grid=f"{grid} {where}") for where in ("none", what))
+    assert [rank["visible"] for rank in here] == [rank["visible"] for rank in there]
+    for name in ("params", "m", "v"):
+        wants, found = (grids.whole([rank[name] for rank in ranks]) for ranks in (here, there))
+        assert all(torch.equal(found[name], want) for name, want in wants.items())
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
