@@ -252,6 +252,14 @@ def test_validation_data_are_of_the_kind_of_the_training_data(tmp_path):
             run(f"--vocab 300 --seq 8 --global-batch 2 --data {given} --val-data {validated}")
 
 
+def test_validation_data_are_read_end_to_end_whatever_the_weights_of_data(tmp_path):
+    low, high = (token_file(tmp_path / f"{first}.bin", range(first, first + 40)) for first in (0, 100))
+    flags = f"--vocab 300 --seq 8 --data {low} {high} --data-weights 3,1 --val-data {high} {low}"
+    settings = config.parse(flags.split())
+    samples = data.open_samples(settings, settings.data.val_data, None)
+    assert samples.micro_batch([*range(9)]).tokens.flatten().tolist() == [*range(100, 140), *range(40)][:9 * 8]
+
+
 def fingerprint() -> str:
     """Of the first samples of this file in this process."""
     samples = Samples(Corpus([__file__], 257), 64, seed=0, doc_mask=True)

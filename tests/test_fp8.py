@@ -363,6 +363,19 @@ def test_shards_of_a_sequence_have_the_scales_of_all_tokens(pool):
     test_a_grid_equals_one_process_in_fp8(pool, "tensorwise", 2, "--global-batch 2 --micro-batch 1 --seq 64", "--cp 2")
 
 
+def experts_scale(grid: str) -> tuple[float, float]:
+    """(scale of a rank's FP8 experts, their largest weight)"""
+    _, model, _, _ = grids.ready(grid, base=MODEL, fp8="tensorwise")
+    experts = model.blocks["0"].ffn.experts
+    q, _ = experts.mm.quantise_weight((experts.w_down,))
+    return q.scales.item(), experts.w_down.abs().max().item()
+
+
+def test_experts_of_all_ranks_have_one_scale_as_they_have_in_one_process(pool):
+    scales, largest = zip(*pool.run(2, "test_fp8:experts_scale", grid=f"{ONE} {MOE} --ep 2"))
+    assert scales == 2 * (pytest.approx(max(largest) / 448, rel=1e-6),) and largest[0] != largest[1]
+
+
 def test_weights_are_quantised_once_a_step():
     """After first values are loaded and after an update. Two steps of two micro-batches, of which one is forward,
     backward and forward again."""

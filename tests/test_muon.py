@@ -132,6 +132,18 @@ def test_the_exchange_is_hidden_under_the_other_updates():
     assert events[0] == "send" and events[-1] == "wait" and set(events[1:-1]) == {"update"}
 
 
+def test_momenta_have_no_loss_scale():
+    """Or they would count more, or less, after the scale has changed. Gradients are rounded to fp16 at either scale."""
+    norms = []
+    for scale in 256.0, 4096.0:
+        groups, model, optimizer, share = ready("--micro-batch 12 --optimizer muon", "fp16")
+        optimizer.loss_scale.value.fill_(scale)
+        train.forward_backward(model, optimizer, share, groups)
+        optimizer.step(0.01)
+        norms.append(torch.stack([bucket.state["m"].norm() for bucket in optimizer.of_matrices]))
+    torch.testing.assert_close(*norms, rtol=0.01, atol=0)
+
+
 def test_flops_are_those_that_are_computed():
     with Meter() as meter:
         orthogonalize(torch.ones(1, 24, 40))
