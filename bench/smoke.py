@@ -100,9 +100,8 @@ def train_grid(flags: str, where: torch.device, store: dist.Store | None) -> lis
 
 def model_flags(grid: str) -> str:
     """The flags without those that only divide the work."""
-    asked = [[config.flag(name), *([] if value is True else value if isinstance(value, list) else [str(value)])]
-             for name, value in config.read(grid.split()).items() if name not in NOT_THE_MODEL]
-    return " ".join(sum(asked, []))
+    flags = (" " + " ".join(config.expand(grid.split()))).split(" --")[1:]
+    return " ".join(f"--{words}" for words in flags if config.name_of(words.replace("=", " ")) not in NOT_THE_MODEL)
 
 
 @cache
@@ -125,7 +124,8 @@ def main(arguments: list[str]) -> None:
     failed = False
     for number, grid in enumerate(grids):
         for dtype in TOLERANCE:
-            began, own = time.monotonic(), store and dist.PrefixStore(f"{number} {dtype}", store)
+            began = time.monotonic()
+            own = store and dist.PrefixStore(f"{number} {dtype}", store)
             losses = train_grid(f"{grid} --dtype {dtype}", where, own)
             seconds = time.monotonic() - began
             if rank == 0:

@@ -388,8 +388,9 @@ def test_smoke_fails_where_losses_differ(capsys, monkeypatch):
 def test_smoke_takes_the_grids_that_its_ranks_can_be():
     grids, _ = smoke.parse([], 1)
     assert "--zero 0" in grids and not any("--tp 2" in grid for grid in grids)
-    assert set(smoke.parse([], 8)[0]) == set(smoke.GRIDS) and smoke.model_flags("--tp 2 --doc-mask --zero 3") == (
-        "--doc-mask")
+    assert set(smoke.parse([], 8)[0]) == set(smoke.GRIDS) and smoke.model_flags("") == ""
+    assert smoke.model_flags("--tp=2 --no-router-norm --cp_style ring --data a b --betas 0.9,0.99 --zero 3") == (
+        "--no-router-norm --data a b --betas 0.9,0.99")
     with pytest.raises(ValueError, match="--tp 3"):
         smoke.parse(["--grids", "--tp 3"], 2)
 

@@ -18,7 +18,7 @@ MODEL = (grids.TINY + " --vocab 61 --seq 12 --dtype fp64 --steps 3 --warmup 1 --
          "--device cpu")
 MOE = "--experts 4 --expert-ffn 8"
 LATENT = "--kv-heads 4 --kv-lora-rank 6 --rope-head-dim 2"
-FP8 = "--dtype fp32 --hidden 32 --head-dim 16 --ffn 32 --fp8 tensorwise --layers 3"
+FP8 = "--dtype fp32 --head-dim 16 --ffn 32 --fp8 tensorwise --layers 3"
 UNSEEN = "--val-data {folder}/unseen.npy"
 # Field -> (what else the run has, what is changed); the metrics of its three steps differ.
 CHANGES = {
