@@ -190,7 +190,7 @@ def test_a_grid_at_random(pool, number, exact):
 
 def problem_of(pool, choice: pairs.Choice, more: list[str]) -> str:
     try:
-        is_as_one_process(pool, *line_of(choice, more), deviations=3)
+        is_as_one_process(pool, *line_of(choice, more))
     except (AssertionError, RuntimeError) as error:
         return str(error)
     return ""
@@ -230,20 +230,20 @@ def test_features_that_meet_are_as_in_one_process(pool, ranks, grid):
     is_as_one_process(pool, ranks, grid)
 
 
-def is_as_one_process(pool: Pool, ranks: int, grid: str, deviations: int = 1) -> None:
+def is_as_one_process(pool: Pool, ranks: int, grid: str) -> None:
     if "--dtype fp64" in grid:
         equals_one_process(pool, ranks, grid)
     else:
-        errs_as_one_process_does(pool, ranks, grid, deviations)
+        errs_as_one_process_does(pool, ranks, grid)
 
 
-def errs_as_one_process_does(pool: Pool, ranks: int, grid: str, deviations: int) -> None:
+def errs_as_one_process_does(pool: Pool, ranks: int, grid: str) -> None:
     """No gradient is further from the truth in fp64 than 1.3 times what one process makes of it, or of half of all (of
     a handful of numbers it may be near by luck), or, with experts, of the worst (another token may choose another
     expert). In FP8 1.5 times: two ranks with copies of a head quantise two parts of one gradient, whose errors add up
-    to the square root of 2. deviations: more than that by as many times the standard deviation, 1 / sqrt(n), of the
-    ratio of two norms of n errors: what chance does to small tensors. (Of 8 seeds the 6 numbers of a key's bias or norm
-    erred up to 2.4 times as much as one process's, another one each time.)"""
+    to the square root of 2. And more by three times the standard deviation, 1 / sqrt(n), of the ratio of two norms of
+    n errors: what chance does to small tensors. (Of 8 seeds the 6 numbers of a key's bias or norm erred up to 2.4 times
+    as much as one process's, another one each time; in one of 30 grids 2.1 times, on one model of CPU alone.)"""
     steps = 2 if "--batch-ramp" in grid else 1  # the first one's gradients are compared
     results = pool.run(ranks, "grids:run", grid=grid, last=steps)
     want, limits = alone(model_flags(grid))
@@ -251,7 +251,7 @@ def errs_as_one_process_does(pool: Pool, ranks: int, grid: str, deviations: int)
     for name, error in errors(results, want).items():
         factor = 1.5 if "--fp8" in grid else 1.3
         if name in grads:
-            factor *= 1 + deviations / grads[name].numel()**0.5
+            factor *= 1 + 3 / grads[name].numel()**0.5
         limit = factor * max(limits[name], usual)
         assert error < limit, f"{name} errs by {error:.2e}, more than {limit:.2e}"
     assert all(result["rounded"] for result in results), "weights are the rounded master weights"
