@@ -738,7 +738,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
             groups = grids.NO_GROUPS | {axis: SimpleNamespace(rank=rank, size=size, process_group=None)
                                         for axis, rank, size in (("pp", stage, pp), ("tp", shard, tp), ("dp", 0, dp))}
             groups["data"] = groups["dp"]
-            model, optimizer = grids.built(settings, groups, "bf16", device="meta", filled=False)
+            _, model, optimizer = grids.build(settings, "bf16", groups, device="meta", filled=False)
             for data_rank in range(dp):
                 for bucket in optimizer.buckets:
                     length = bucket.shard.stop - bucket.shard.start

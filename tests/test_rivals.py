@@ -197,7 +197,7 @@ Steps = Iterator[tuple[float, float, float]]  # loss, that which balances expert
 
 
 def steps(settings: config.Config, batches: list[tuple[Tensor, Tensor]]) -> Steps:
-    ours, optimizer = grids.built(settings, grids.NO_GROUPS, "fp64")
+    _, ours, optimizer = grids.build(settings, "fp64", grids.NO_GROUPS)
     for tokens, labels in batches:
         share = grids.GivenSamples(tokens, labels).step(0, len(tokens), settings.batch.micro_batch, 0, 1)
         loss = train.forward_backward(ours, optimizer, share, grids.NO_GROUPS).item()

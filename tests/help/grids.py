@@ -134,23 +134,18 @@ def results_of(of: str, cases: list[dict]) -> list:
     return [getattr(importlib.import_module(module), name)(**case) for case in cases]
 
 
-def build(settings: config.Config, dtype: str = "", device: str = "cpu", filled: bool = True) -> tuple:
+def build(settings: config.Config, dtype: str = "", groups=None, device: str = "cpu", filled: bool = True) -> tuple:
     """(groups, model, optimizer) of this rank, also without any process group, filled with the seed's weights. dtype:
-    other than the settings'."""
-    groups = build_groups(settings.grid, settings.model)
-    return groups, *built(settings, groups, dtype, device, filled)
-
-
-def built(settings: config.Config, groups, dtype: str = "", device: str = "cpu", filled: bool = True) -> tuple:
-    """Of `build`, where groups are there already."""
+    other than the settings'. groups: if they are there already."""
     if dtype:
         settings = copy.copy(settings)
         settings.precision = replace(settings.precision, dtype=dtype)
+    groups = groups or build_groups(settings.grid, settings.model)
     model = train.build_model(settings, groups, device)
     optimizer = train.build_optimizer(settings, model, groups)
     if filled:
         optimizer.load(param.draw(settings.optim.seed))
-    return model, optimizer
+    return groups, model, optimizer
 
 
 def ready(flags: str, dtype: str = "", base: str = BASE, fp8: str = "") -> tuple:
