@@ -239,7 +239,7 @@ SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000
 SIZE_MOE = SIZE + "--experts 8 --expert-ffn 512 "
 LATENT_SIZE = "--kv-heads 8 --head-dim 96 --kv-lora-rank 128 --q-lora-rank 192 --rope-head-dim 32 --v-head-dim 64 "
 PLANNED = [  # (flags, pipeline rank, of 8 ranks)
-    (SIZE + "--dp 8 --zero 3", 0),
+    (SIZE + "--dp 8 --zero 3 --fp8 blockwise", 0),
     (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
     (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1", 0),
     (SIZE + "--dp 8 --zero 0 --reduce-dtype bf16 --seq 64", 0),

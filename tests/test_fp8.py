@@ -359,8 +359,10 @@ def test_a_grid_equals_one_process_in_fp8(pool, name, ranks, flags, grid):
     assert abs(loss[0] / truth(flags, "none")[0][0] - 1) > 1e-7, "it multiplied in FP8"
 
 
-def test_shards_of_a_sequence_have_the_scales_of_all_tokens(pool):
-    test_a_grid_equals_one_process_in_fp8(pool, "tensorwise", 2, "--global-batch 2 --micro-batch 1 --seq 64", "--cp 2")
+@pytest.mark.parametrize("model, grid", [("", "--cp 2"), (MOE, "--tp 2")], ids=["cp", "experts of all tp ranks"])
+def test_shards_of_a_sequence_have_the_scales_of_all_tokens(pool, model, grid):
+    test_a_grid_equals_one_process_in_fp8(pool, "tensorwise", 2, f"--global-batch 2 --micro-batch 1 --seq 64 {model}",
+                                          grid)
 
 
 def experts_scale(grid: str) -> tuple[float, float]:

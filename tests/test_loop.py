@@ -282,6 +282,15 @@ METRICS = {  # busy_s: test_faults.py; noise: test_noise.py; of experts: test_ri
     "noise_trace", "noise_gradient2", "aux_loss", "load_max_over_mean", "busy_s"}
 
 
+def test_the_balancing_loss_in_the_metrics_is_a_mean_over_the_sequences_of_a_step(corpora):
+    """Of weights that stay as they are two steps have the mean that one of all their sequences has; what a layer
+    computes again does not count."""
+    flags = "--dtype fp64 --experts 4 --top-k 2 --micro-batch 2 --steps 3 --lr 1e-30"
+    small, large = ([record["aux_loss"] for record in run(corpora, f"{flags} {batch}")[0]]
+                    for batch in ("--batch-ramp 4@0,8@96", "--global-batch 8 --recompute full"))
+    assert [sum(small[:2]) / 2, small[2]] == pytest.approx(large[:2], rel=1e-12)
+
+
 def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
     """A clock that stands still but for what is listed; the thread that saves has its own."""
     clock, hashed = threading.local(), []

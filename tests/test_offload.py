@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import grids
+import pairs
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -96,7 +97,8 @@ def events(monkeypatch) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("dtype", ["bf16 --moments bf16", "fp32", "bf16 --optimizer muon"])
+@pytest.mark.parametrize("dtype", [f"bf16 --moments bf16 --fp8 blockwise {pairs.WIDE.format(64)}", "fp32",
+                                   "bf16 --optimizer muon"], ids=["bf16 moments, fp8", "fp32", "muon"])
 def test_offloading_changes_no_bit(dtype, request):
     """Whether copies are made at once or as late as can be."""
     flags = f"--recompute full --dtype {dtype}"

@@ -366,7 +366,8 @@ def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(flags, w
     assert (found if "ep" not in want else {axis: found[axis] for axis in want}) == want
 
 
-def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp():
+@pytest.mark.parametrize("ramp", ["4@0,8@99", "8@0,4@99"])
+def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp(ramp):
     """As many inputs of blocks, for example, as its first rank holds then."""
-    settings = config.parse("--pp 2 --schedule afab --micro-batch 1 --batch-ramp 4@0,8@99".split(), 2)
+    settings = config.parse(f"--pp 2 --schedule afab --micro-batch 1 --batch-ramp {ramp}".split(), 2)
     assert train.build_pipeline(settings, ALONE).in_flight == 8
