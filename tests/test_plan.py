@@ -2,7 +2,6 @@
 import contextlib
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from collections import Counter
 from functools import cache
 from itertools import chain, product
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
@@ -30,8 +30,6 @@ from plan import costs, fit, machines, predict, published, scaling, search
 from plan.machines import MACHINES, Level, Machine
 from plan.time import Kernels, Run, Seconds
 
-GRID = "--preset llama-3.1-8b --dp 4 --tp 4 --pp 4 --zero 1 --seq 4096 --global-batch 64 --micro-batch 1"
-
 
 def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
     arguments = flags.split()
@@ -40,25 +38,12 @@ def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
     return Run(settings, MACHINES[machine], **rest)
 
 
-def cells(line: str) -> list[str]:
-    """Of a line of a printed table."""
-    return re.split(r"  +", line.strip())
-
-
 def printed(capsys, command: str) -> str:
     plan.__main__.main(command.split())
     return capsys.readouterr().out
 
 
 # ---- parameters and memory ------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("layers, stages, head, sizes", [
-    (32, 16, 2.2, [3, 2, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2, 0]),  # 2 of 34.2 do not exceed a share of 2.14
-    (16, 8, 4.0, [3, 2, 3, 2, 3, 2, 1, 0])])
-def test_stages_by_cumulative_cost_are_nanotrons(layers, stages, head, sizes):
-    """A head is worth so many layers. Where it leaves a stage without a block, 33 of 34 published runs failed."""
-    assert [len(stage) for stage in costs.cumulative_partition([1.0] * layers, stages, head)] == sizes
-
 
 @pytest.mark.parametrize("flags, ranks", [
     ("--preset llama-3.2-1b --tp 2 --pp 2 --recompute selective", 8),
@@ -82,7 +67,7 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
         me = rank * ranks // grid.pp + grid.tp - 1  # one with the most rows of the vocabulary
         groups = grids.NO_GROUPS | {
             axis: SimpleNamespace(size=len(members), rank=members.index(me))
-            for axis, groups in members_of_axes(grid, settings.model, ranks).items() for members in groups
+            for axis, lists in members_of_axes(grid, settings.model, ranks).items() for members in lists
             if me in members and len(members) > 1}
         model = train.build_model(settings, groups, "cpu")
         stages, (in_flight, backwards) = (plan.memory.stages_of_rank(settings, rank),
@@ -103,15 +88,6 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
         assert costs.fp8_elements(settings, chain(*stages.values())) == sum(
             param.numel() for layer, block in model.blocks.items() if int(layer) in settings.fp8_layers()
             for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith(in_16_bits))
-
-
-@pytest.mark.parametrize("flags, shards", [
-    ("--dp 2 --cp 2 --tp 2 --ep 4 --zero 1", (4, 2)), ("--dp 4 --tp 2 --ep 2 --zero 2 --dp-replicate 2", (2, 2)),
-    ("--dp 4 --tp 2 --ep 2", (1, 1))])
-def test_experts_are_sharded_over_all_ranks_that_have_the_same(flags, shards):
-    """Tensor parallel ones, too; the rest over dp x cp; either within a replica."""
-    settings = run_for(f"--preset tiny-moe --global-batch 8 {flags}").settings
-    assert plan.memory.shards_of(settings) == dict(zip(("dp", "edp"), shards))
 
 
 def test_heads_that_ulysses_copies_are_in_memory():
@@ -142,33 +118,32 @@ def test_a_group_that_leaves_a_node_shares_its_cards(n, stride, collective, seco
 
 
 def test_a_cluster_file_is_a_machine(tmp_path):
-    levels = [dict(name="node", ranks=4, latency_s=2e-6, bandwidth_bytes_per_s=1e11,
-                   per_collective={"all_reduce": dict(latency_s=1e-6, bandwidth_bytes_per_s=2e11)})]
-    file = tmp_path / "cluster.json"
-    known = dict(name="mine", gpus_per_node=4, peak_flops={"bf16": 2e14}, achieved_fraction=None, levels=levels)
+    file, level = tmp_path / "cluster.json", dict(
+        name="node", ranks=4, latency_s=2e-6, bandwidth_bytes_per_s=1e11,
+        per_collective={"all_reduce": dict(latency_s=1e-6, bandwidth_bytes_per_s=2e11)})
 
     def read(**more) -> Machine:
-        file.write_text(json.dumps(known | more))
+        known = dict(name="mine", gpus_per_node=4, peak_flops={"bf16": 2e14}, achieved_fraction=None, levels=[level])
+        file.write_text(json.dumps(known | dict(memory_bytes=2**34) | more))
         return machines.read_machine(str(file))
 
-    machine = read(memory_bytes=2**34)
+    machine = read()
     assert machine.levels[0] == Level("node", 4, 2e-6, 1e11, {"all_reduce": 2e11})
     assert (machine.peak(), machine.memory_bytes, machine.host_link) == (2e14, 2**34, 0.0)
     assert (machine.best_matmul(), machine.best_matmul(fp8=True)) == (0.8 * 2e14, 2 * 0.8 * 2e14)  # 80% if unknown
     assert machine.memory_bandwidth == pytest.approx(2e14 * 3.35e12 / 989e12, rel=2e-3)  # an H100's per FLOP
     with pytest.raises(ValueError, match="--offload both: .*cluster.json has no host_link_bytes_per_s and host_memory"):
         plan.__main__.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
-    machine = read(memory_bytes=2**34, achieved_fraction=0.5, memory_bytes_per_s=1e12, host_link_bytes_per_s=3e10,
+    machine = read(achieved_fraction=0.5, memory_bytes_per_s=1e12, host_link_bytes_per_s=3e10,
                    host_memory_bytes_per_s=5e10)
     assert (machine.best_matmul(), machine.memory_bandwidth, *machine[-2:]) == (1e14, 1e12, 3e10, 5e10)
-    with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'memory_bytes'"):
-        read()
-    slow = [levels[0] | dict(bandwidth_bytes_per_s=0)]
+    with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'ranks'"):
+        read(levels=[dict(name="node")])
     for wrong in (dict(memory_bytes=math.nan), dict(gpus_per_node=math.inf), dict(peak_flops={}), dict(peak_flops=3),
-                  dict(achieved_fraction=-1), dict(levels=[]), dict(levels=slow), dict(levels=[3]),
-                  dict(host_link_bytes_per_s=-1), dict(memory_bytes_per_s="x")):
+                  dict(achieved_fraction=-1), dict(levels=[]), dict(levels=[level | dict(bandwidth_bytes_per_s=0)]),
+                  dict(levels=[3]), dict(host_link_bytes_per_s=-1), dict(memory_bytes_per_s="x")):
         with pytest.raises(ValueError, match="^--machine .*cluster.json: "):
-            read(**dict(memory_bytes=2**34) | wrong)
+            read(**wrong)
     file.write_text("[" * 99_999)
     with pytest.raises(ValueError, match="cluster.json: cannot be read"):
         machines.read_machine(str(file))
@@ -184,21 +159,20 @@ def on_the_machine(run: Run, **other) -> Run:
     return run._replace(machine=run.machine._replace(**other))
 
 
-def no_latency(run: Run, bandwidth: float) -> Run:
-    return on_the_machine(run, levels=(Level("node", 1 << 20, 0.0, bandwidth),))
-
-
 def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
-    """By hand: a bucket's gradient takes 2 s, its update 1 s, its weights 1 s; the link carries both ways at once."""
-    def seconds(buckets: int, host_memory: float) -> float:
-        run = on_the_machine(run_for(f"{OFFLOADED} optimizer", 1), memory_bandwidth=math.inf, host_link=2.0,
-                             host_memory=host_memory)
+    """By hand: a bucket's gradient takes 2 s, its update 1 s, its weights 1 s; the link carries both ways at once. Of a
+    parameter 22 bytes are read or written on the GPU, on the host 18 and the moments that there are."""
+    def seconds(buckets: int, host: float, link: float = 2.0, gpu: float = math.inf, more: str = "") -> float:
+        run = on_the_machine(run_for(f"{OFFLOADED} optimizer {more}", 1), memory_bandwidth=gpu, host_link=link,
+                             host_memory=host)
         return plan.time.update_seconds(run, [1.0] * buckets)
 
     assert seconds(2, 34.0) == 2 + 2 + 1 + 1
     assert seconds(1, 34.0) == 2 + 1 + 1
     assert seconds(2, math.inf) == 2 + 2 + 1  # the first weights return under a gradient
     assert seconds(2, 3.4) == 2 + 10 + 10 + 1
+    for more, moments in ("", 16), ("--moments bf16", 8), ("--optimizer sgd", 0):
+        assert seconds(1, 1.0, math.inf, 1.0, more) == 22 + 18 + moments
 
 
 def test_inputs_of_blocks_are_copied_under_the_blocks():
@@ -220,13 +194,6 @@ def test_what_is_pinned_in_the_hosts_memory_is_rounded_to_powers_of_two():
     assert nbytes == dict(none=0, activations=0, optimizer=96_636_764_160, both=96_636_764_160)
     saving = plan.memory.host_bytes(config.parse([*flags, "--out", "x", "--zero", "1", "--moments", "bf16"], 4), 0, 2)
     assert saving == 8 * 4_540_469_248 // 4  # master weights and moments of a fourth
-
-
-def test_the_parts_of_a_step_are_its_time():
-    for flags in GRID, GRID + " --schedule zb-h1", "--preset mixtral-8x7b --dp 8 --ep 8 --global-batch 16":
-        step = plan.time.step_seconds(run_for(flags))
-        assert sum(step.parts.values()) == pytest.approx(step.seconds)
-        assert min(step.parts.values()) > -1e-9
 
 
 def test_utilisation_is_flops_over_time_and_peak():
@@ -292,19 +259,22 @@ def test_a_hop_takes_what_sending_half_of_all_ranks_away_takes(flags, nbytes, st
     ("--dp 8 --tp 2 --zero 1", True, "dp", [(7 / 8 * 960 * 6, 8, 2, "all_gather", 10)]),
     ("--dp 8 --tp 2 --dp-replicate 2 --zero 1", True, "dp", [(3 / 4 * 960 * 6, 4, 2, "all_gather", 10),
                                                              (960, 2, 8, "all_reduce", 5)]),
-    ("--preset tiny-moe --dp 8 --ep 4 --zero 1", True, "edp", [(1 / 2 * 960 * 6, 2, 4, "all_gather", 10)])])
+    *((f"--preset tiny-moe --ep 4 {grid} --zero 1", True, "edp", [(1 / 2 * 960 * 6, 2, 4, "all_gather", 10)])
+      for grid in ("--dp 8", "--dp 2 --cp 2 --tp 2")),
+    ("--preset tiny-moe --dp 8 --tp 2 --ep 2 --zero 2 --dp-replicate 2", True, "edp", [
+        (3 / 4 * 960 * 18, 4, 2, "all_gather", 25), (960, 2, 8, "all_reduce", 5)])])
 def test_what_the_data_axis_sends_how_often_and_to_whom(monkeypatch, flags, overlap, axis, sent):
-    """Bytes, ranks, how far apart, collective and calls, with 4 micro-batches of 10 layers: 2 P, 2 P, (A + 1) P and
-    3 A P elements, times (n-1)/n; gradients 4 bytes, or 2 where they are reduced in bf16, weights 2; code that overlaps
-    nothing all-reduces at level 1. Calls: gradients, weights; per micro-batch gradients, or weights twice and
-    gradients; two layers share one. Tensor parallel ranks are next to each other, as are those of an expert group, and
-    replicas are the farthest."""
+    """Bytes, ranks, how far apart, collective, calls. 4 micro-batches: 2 P, 2 P, (A + 1) P and 3 A P elements, times
+    (n-1)/n; gradients 4 bytes, or 2 if they are reduced in bf16, weights 2; code that overlaps nothing all-reduces at
+    level 1. Calls: gradients, weights; per micro-batch gradients, or weights twice and gradients; two layers share one.
+    Tensor parallel ranks are nearest, as are an expert group's, replicas farthest; all that have an expert shard it."""
     seen = []
     monkeypatch.setattr(Run, "collective", lambda self, nbytes, n, stride=1, collective="all_gather", calls=1:
                         seen.append((nbytes, n, stride, collective, calls)) or 0.0)
     run = run_for(f"{flags} --global-batch 32 --micro-batch 1", kernels=Kernels(overlap=overlap))
     plan.time.data_parallel_seconds(run, {axis: [900, 60]}, 10, Seconds(), 0.0)
     assert seen == sent
+    assert plan.memory.shards_of(run.settings)[axis] == (sent[0][1] if run.settings.grid.zero else 1)
 
 
 @pytest.mark.parametrize("flags, hides", [
@@ -333,14 +303,6 @@ def test_an_update_reads_and_writes_the_state_of_a_shard(flags, nbytes):
     assert parts["optimizer"] == pytest.approx(nbytes * count / 3.35e12)
 
 
-def test_an_update_on_the_host_is_of_the_moments_that_there_are():
-    """Of a parameter: on the GPU 22 bytes, on the host 18 and the moments' reads and writes."""
-    for flags, moments in ("", 16), ("--moments bf16", 8), ("--optimizer sgd", 0):
-        run = run_for(f"{OFFLOADED} optimizer {flags}", 1)
-        slow = on_the_machine(run, memory_bandwidth=1.0, host_link=math.inf, host_memory=1.0)
-        assert plan.time.update_seconds(slow, [3.0]) == (22 + 18 + moments) * 3
-
-
 def test_fp8_weights_are_quantised_whenever_they_are_gathered():
     """Twice per micro-batch at level 3, once a step below it."""
     flags = "--preset llama-3.1-8b --dp 8 --seq 4096 --global-batch 32 --micro-batch 1 --fp8-ends --fp8"
@@ -352,13 +314,15 @@ def test_fp8_weights_are_quantised_whenever_they_are_gathered():
 
 
 def test_the_ends_of_a_pipeline_both_count():
-    """The first rank has the table, the last one the head and a norm: the larger is what the step waits for."""
+    """The first rank has the table, the last one alone the head and a norm: the step waits for the larger."""
     for rank, vocab in enumerate((200000, 128)):
         run = run_for(f"--layers 8 --vocab {vocab} --hidden 256 --heads 4 --dp 2 --pp 2 --zero 0 --global-batch 8")
         elements = [sum(costs.bucket_elements(run.settings, plan.memory.stages_of_rank(run.settings, rank), 2)["dp"])
                     for rank in (0, 1)]
         assert elements.index(max(elements)) == rank
         assert plan.time.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
+        first, last = plan.time.stage_parts(run)
+        assert last.keys() - first.keys() == {"head"}
 
 
 @pytest.mark.parametrize("flags", [
@@ -433,7 +397,7 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(model, 
     run = run_for(f"--preset {model} --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
     run = run._replace(kernels=Kernels(tp_overlap=overlap, gathered=gathered))
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
-    spent = plan.time.step_seconds(no_latency(run, 3e12)).parts.get("tp", 0.0)
+    spent = plan.time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts.get("tp", 0.0)
     assert spent == pytest.approx(4 * (32 * of_layer + of_head) * one)
 
 
@@ -442,14 +406,6 @@ def test_exchanges_hide_as_far_as_there_is_time():
     one = 7 / 8 * 2 * 32768 * 4096 / 363e9 / run.constants.node + 7 * 3e-6 * run.constants.latency
     one += run.constants.exchange_s
     assert plan.time.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0.0))
-
-
-def test_heads_that_tensor_cores_cannot_multiply_take_longer():
-    """Of 14400 elements, 80 heads have 180 each, no multiple of 8; 75 heads have 192."""
-    model, kernels = "--layers 4 --hidden 14400 --vocab 1000 --seq 2048", Kernels(attention="standard")
-    times = [plan.time.step_seconds(run_for(f"{model} --heads {n} --kv-heads {n}", kernels=kernels)).parts["attention"]
-             for n in (80, 75)]
-    assert times[0] > 3 * times[1]
 
 
 @pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf),
@@ -463,15 +419,9 @@ def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
         assert found == (pytest.approx(expected) if shards < math.inf else 0.0)
 
 
-def test_zigzag_context_parallelism_divides_the_scores_equally():
-    flags = "--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp"
-    one, four = (plan.time.step_seconds(run_for(f"{flags} {cp}")).parts for cp in (1, 4))
-    assert four["attention"] == pytest.approx(one["attention"] / 4) and four["cp"] > 0
-
-
-def layer(flags: str, number: int = 0, ranks: int = 0, **rest) -> dict[str, Seconds]:
-    return plan.time.layer_parts(run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}",
-                                         ranks, **rest), number)
+def layer(flags: str, **rest) -> dict[str, Seconds]:
+    flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}"
+    return plan.time.layer_parts(run_for(flags, **rest), 0)
 
 
 def test_a_layers_parts_are_their_formulas():
@@ -491,14 +441,27 @@ def test_a_layers_parts_are_their_formulas():
     unfused = layer("", kernels=Kernels(fused=False))["elementwise"]
     assert unfused.total == pytest.approx(8192 * saved * c.passes / 3.35e12)
     assert set(parts) == {"matmul", "attention", "elementwise", "launch"} and parts["launch"] == Seconds()
-
-
-def test_scores_in_memory_are_read_and_written():
-    """8.5 passes forward and 9.5 backward in 16 bits, a third of it forward, and all of q, k, v and the result."""
-    made = layer("", kernels=Kernels(attention="standard"))["attention"]
-    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * plan.time.CONSTANTS.hopper)  # masked ones, too
+    # Scores in memory are read and written: 8.5 passes forward and 9.5 backward in 16 bits, a third of it forward, and
+    # all of q, k, v and the result.
+    standard = Kernels(attention="standard")
+    made = layer("", kernels=standard)["attention"]
+    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * c.hopper)  # masked ones, too
     nbytes = (18 * 2 * 32 * 4096 * 4096 + 12 * 2 * 32 * 4096 * 128) * 2 / 3.35e12  # of two sequences
     assert made == pytest.approx((flops + nbytes / 3, 2 * flops + nbytes * 2 / 3, 0))
+    # Heads that tensor cores cannot multiply take longer: of 14400 elements, 80 have 180 each, no multiple of 8.
+    slow, fast = (layer(f"--hidden 14400 --heads {n} --kv-heads {n}", kernels=standard)["attention"].total
+                  for n in (80, 75))
+    assert slow > 3 * fast
+
+
+def test_the_heads_parts_are_their_formulas():
+    run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
+    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * plan.time.CONSTANTS.hopper)
+    logits = plan.time.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
+    parts = plan.time.head_parts(run)
+    assert parts["head"] == pytest.approx((product + logits / 3, product + logits * 2 / 3, product))
+    one = 8192 * 4096 / 363e9 / run.constants.node + 3e-6 * run.constants.latency + run.constants.exchange_s
+    assert parts["tp"] == pytest.approx((one, 0, 0))  # backward's is under the weight gradient
 
 
 @pytest.mark.parametrize("flags", ["", "--zero 3", "--tp 2", "--preset tiny-moe", "--fp8 tensorwise"])
@@ -545,7 +508,7 @@ Q, KV = 16 * 128, 2 * 4 * 128  # elements of a token, on one of two tensor paral
 def test_what_context_parallel_ranks_send(flags, heads, keys):
     """Of 2,048 tokens in 16 bits: an exchange of heads keeps a share of q, k, v and the result, forward and backward;
     keys and values go to each of the others, in backward with their gradients. A ring's are under the scores."""
-    run = no_latency(run_for(f"{flags} --global-batch 1 --micro-batch 1"), 1e9)
+    run = on_the_machine(run_for(f"{flags} --global-batch 1 --micro-batch 1"), levels=(Level("all", 256, 0.0, 1e9),))
     heads, keys = (2 * 2048 * count / 1e9 / run.constants.node for count in (heads, keys))
     scores = Seconds(0.2 * keys, 0.5 * keys)
     back = keys if "deepseek" in flags else 2 * keys
@@ -569,26 +532,14 @@ def test_a_layer_with_latents_makes_keys_and_values_of_all_ranks_tokens():
     ("--dp 8 --ep 8", 1, 1), ("--dp 4 --tp 2 --ep 8", 2, 1), ("--dp 1 --tp 8 --ep 8", 8, 1),
     ("--dp 8 --tp 8 --ep 8 --sp off", 8, 8)])
 def test_what_experts_are_sent(flags, tp, stride):
-    """In 16 bits; each copy also carries 8 bytes per choice, its gradient 4: on average 6. 8 experts on 8 ranks: 2
-    copies of each token, 7/8 of them elsewhere; dispatch and combine, in forward and in backward. Without sequence
-    parallelism the ranks are as far apart as tensor parallel groups."""
+    """In 16 bits, with 8 bytes per choice, or 4 of its gradient: on average 6. 2 copies of each token, 7/8 of them
+    elsewhere; dispatch and combine. Without sequence parallelism ranks are as far apart as tensor parallel groups."""
     run = run_for(f"--preset mixtral-8x7b {flags} --seq 4096 --global-batch 8 --micro-batch 1")
     copies = 2 * 4096 / tp
     one = run.collective(copies * (2 * 4096 + 2 * (8 + 4) / 4) * 7 / 8, 8, stride, "all_to_all")
     assert plan.time.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
     dense = run_for("--preset tiny-moe --dense-layers 1 --dp 2 --ep 2")
     assert plan.time.expert_parallel_part(dense, 0) == {} != plan.time.expert_parallel_part(dense, 1)
-    assert plan.time.expert_parallel_part(run_for("--preset tiny-moe --ep 1"), 3) == {}
-
-
-def test_the_heads_parts_are_their_formulas():
-    run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
-    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * plan.time.CONSTANTS.hopper)
-    logits = plan.time.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
-    parts = plan.time.head_parts(run)
-    assert parts["head"] == pytest.approx((product + logits / 3, product + logits * 2 / 3, product))
-    one = 8192 * 4096 / 363e9 / run.constants.node + 3e-6 * run.constants.latency + run.constants.exchange_s
-    assert parts["tp"] == pytest.approx((one, 0, 0))  # backward's is under the weight gradient
 
 
 @pytest.mark.parametrize("machine, name", [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell"),
@@ -601,12 +552,15 @@ def test_kernels_have_their_generations_speed(machine, name):
         assert seconds == pytest.approx(1e15 / run.machine.peak() / (ampere if name == "ampere" else later))
 
 
-def test_tokens_of_a_rank_are_padded_to_equal_shares():
-    """Of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
+def test_tokens_and_scores_of_a_rank_are_equal_shares():
+    """Padded: of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
     model = "--hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 --micro-batch 2"
     assert run_for(f"{model} --cp 2 --tp 3").tokens == 2 * 60 / 2
     assert run_for(f"{model} --cp 2 --tp 3 --sp off").tokens == 2 * 52 / 2
     assert run_for(f"{model} --dp 2").micro_batches == 2
+    flags = "--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp"
+    one, four = (plan.time.step_seconds(run_for(f"{flags} {cp}")).parts for cp in (1, 4))
+    assert four["attention"] == pytest.approx(one["attention"] / 4) and four["cp"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -622,7 +576,6 @@ def test_ratios_are_those_of_their_formulas(dtype):
     limits = [("T", 1, 8), ("T", 1, 8), ("T", 1, 8), ("n", 1, 4), ("S", 1, 2), ("P", p, 2), ("ffn", 1, 4)]
     found = plan.__main__.overlaps(run)
     assert [overlap.technique[:2] for overlap in found] == ["dp", "Ze", "Ze", "tp", "cp", "pp", "ep"]
-    assert found[0].formula.startswith("2 (n" if dtype == "fp32" else "1 (n")
     for overlap, (letter, each, n) in zip(found, limits):
         expression, given = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", overlap.formula), dict(B=overlap.bandwidth, n=n)
         assert overlap.ratio == pytest.approx(eval(expression, letters | given))
@@ -634,7 +587,8 @@ def test_ratios_are_those_of_their_formulas(dtype):
 @pytest.mark.parametrize("flags, bandwidths", [
     ("--dp 2 --tp 4 --pp 2", dict(dp=400, Ze=300, tp=300, pp=40)),  # pipeline ranks 8 apart: one card
     ("--dp 4 --cp 2 --tp 4", dict(dp=80, Ze=80, tp=300, cp=300)),  # two of dp x cp in each node
-    ("--preset tiny-moe --dp 16 --ep 4 --layers 4", dict(dp=320, Ze=300, ep=300))])
+    ("--preset tiny-moe --dp 16 --ep 4 --layers 4", dict(dp=320, Ze=300, ep=300)),
+    ("--preset deepseek-v3 --dp 4 --cp 4 --ep 16", dict(dp=320, Ze=300, ep=300))])  # no ring: nothing hides latents
 def test_ratios_have_the_bandwidth_of_their_group(flags, bandwidths):
     """GB/s in a node and between nodes of 8, where a group's ranks in a node use as many cards."""
     levels = tuple(level._replace(latency_s=0.0) for level in TWO_LEVELS.levels)
@@ -642,8 +596,6 @@ def test_ratios_have_the_bandwidth_of_their_group(flags, bandwidths):
     found = {overlap.technique[:2]: overlap.bandwidth / 1e9 for overlap in plan.__main__.overlaps(run)}
     assert found == pytest.approx(bandwidths)
     assert not plan.__main__.overlaps(run_for("--preset tiny --dp 1"))
-    assert {overlap.technique[:2] for overlap in plan.__main__.overlaps(run_for(  # no ring, and so nothing hidden
-        "--preset deepseek-v3 --cp 4 --ep 16 --global-batch 16 --micro-batch 1", 16))} == {"dp", "Ze", "ep"}
 
 
 # ---- what is printed ------------------------------------------------------------------------------------------------
@@ -655,7 +607,8 @@ STEP = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq 8192 -
 @pytest.mark.parametrize("command, words", [
     ("params --preset llama-2-7b", ["6,738,415,616", "6,575,235,072", "8/3 h = 10,923"]),  # h = 4096, L = 32, V = 32000
     (f"memory {STEP}", ["by pipeline rank, ", "by --recompute, ", "by --zero, ", "by --seq, ",
-                        "  1,120  6,480"]),  # GB of 70B and 405B parameters, 16 bytes each: the playbook's
+                        "  1,120  6,480", "  1,400  8,100", "  840  4,860",  # GB of 70B and 405B parameters, 16 bytes
+                        "  1,260  7,290", "  980  5,670"]),  # each as in the playbook, 20, 12, this code's 18 and 14
     (f"balance {STEP}", [" tokens per micro-batch"]), (f"step {STEP}", ["  cp ", "  recomputed ", "  bubble "]),
     ("step --hidden 256 --layers 8 --heads 4 --vocab 1000 --seq 512 --global-batch 64 --micro-batch 64 "
      "--recompute full --offload activations --gpus 1", ["  offload "]),
@@ -664,6 +617,15 @@ STEP = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq 8192 -
 def test_what_is_asked_for_is_printed(capsys, command, words):
     out = printed(capsys, command)
     assert [word for word in words if word not in out] == []
+
+
+def test_what_is_said_of_recomputation_is_so(capsys):
+    """As the docstring of print_layers has it: GPT-3 drops 70%, 34 and 2 bytes of each of 12,288 channels are left."""
+    costs.print_layers()
+    costs.print_attention()
+    out = capsys.readouterr().out
+    for none, selective in (1401, "418 kB +0.9%   full 25"), (139, 94), (242, 168), (523, 356):
+        assert f"none {none} kB   selective {selective} kB" in out
 
 
 @pytest.mark.parametrize("section, name, values", [
@@ -675,21 +637,13 @@ def test_a_run_with_another_setting_is_that_of_its_flag(section, name, values):
             plan.time.needed_memory(run_for(f"{flags} --{name} {value}")))
 
 
-def test_bytes_of_state_are_those_of_their_tensors():
-    """Per parameter: weights, gradients, master weights and two moments; the last two in the table are this code's."""
-    *_, ours, in_bf16 = plan.__main__.STATE.values()
-    for nbytes, flags in (ours, ""), (in_bf16, "--moments bf16"):
-        kinds = plan.time.needed_memory(run_for(f"--preset llama-3.2-1b --dp 1 --global-batch 1 {flags}"))
-        assert sum(kinds[kind] for kind in ("weights", "gradients", "optimizer")) == nbytes * 1_235_814_400
-
-
 def test_search_prints_the_best_with_their_rate_per_gpu(capsys):
     flags = "--preset tiny --seq 512 --global-batch 64 --zero 1"
     found, _ = search.search(run_for(f"{flags} --grid auto", 4), 4, dict(zero=1))
     first, _, *rows, last = printed(capsys, f"search {flags} --gpus 4").splitlines()
     assert f" {len(found)} settings fit" in first and last.startswith("others fell: ")
     assert [row.split("  ")[-1] for row in rows] == [search.describe(best.run.settings) for best in found[:10]]
-    assert cells(rows[0])[1] == f"{64 * 512 / found[0].seconds / 4:,.0f}"
+    assert f"  {64 * 512 / found[0].seconds / 4:,.0f}  " in rows[0]
     assert found[0]._replace(seconds=10.0, parts=dict(matmul=6.0, attention=3.0, bubble=1.0)).limit() == "attention 30%"
 
 
@@ -704,9 +658,41 @@ def test_scaling_prints_days_and_dollars(capsys):
     assert f": {hours / 8 / 24:,.2f} days, {hours:,.0f} GPU-hours, {3 * hours:,.0f} dollars" in out
 
 
+def test_a_mistake_is_one_line_and_exit_code_2_without_torch():
+    program = ("import runpy, sys; sys.modules['torch'] = None; "
+               "runpy.run_module('plan', run_name='__main__', alter_sys=True)")
+    command = "search --preset llama-3.2-1b --gpus 1 --global-batch 4 --seq 131072 --recompute none".split()
+    ended = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert re.search(r"^plan: on 1 x h100 .* none fits .*: use \d+ ranks or --preset \S+, the largest", ended.stderr)
+
+
+@pytest.mark.parametrize("asked, line", [
+    ("memory --preset llama-3.1-8b --tp 3", "--tp 3 does not divide --heads (32): use one of 1, 2, 4, 8, 16, 32"),
+    ("step --machine abacus", "--machine abacus: unknown, use one of a100"),
+    ("predict", "predict needs one file of requests"), ("abacus", "abacus: use one of params, memory"),
+    ("check --tables /nowhere", "--tables /nowhere: has no tables, NAME.json"),
+    ("step --grid auto", "--grid auto: step is of a grid"),
+    ("sweep --top 0", "--top 0: must be above 0"), ("search --gpus 1000001", "--gpus 1000001: must be at most"),
+    (dict(kernels=dict(attention="flash4")), "kernels: attention flash4: use one of standard, flash1, flash2, flash3"),
+    (dict(kernels=dict(division="any"), layers=4, pp=9), "--pp 9: 9 stages of 4 layers and four parts besides"),
+    (dict(kernels=dict(division="cumulative"), layers=16, hidden=64, heads=4, vocab=90000, pp=16),
+     "--pp 16: the last of these stages gets no block of 16 layers and a head"),
+    (dict(dtype="fp32"), "--dtype fp32: times are known in bf16 and fp16, use one of them, or auto"),
+    (dict(tp=3, gpus=3), "--tp 3 does not divide --heads"), (dict(grid="auto"), "--grid auto: give a grid"),
+    (dict(machine={"a": 1}), "--machine {'a': 1}: write a name")])
+def test_a_command_or_a_request_that_is_wrong_is_refused(asked, line):
+    with pytest.raises(ValueError, match="^" + re.escape(line)):
+        if isinstance(asked, dict):
+            predict.run_of(dict(global_batch=9, micro_batch=1) | asked)
+        else:
+            plan.__main__.main(asked.split())
+
+
 # ---- predictions and published runs ---------------------------------------------------------------------------------
 
 def test_every_line_of_a_file_is_predicted(tmp_path, capsys):
+    """A request is its flags."""
     file = tmp_path / "runs.jsonl"
     request = {"preset": "llama-3.1-8b", "tp": 4, "gpus": 16, "machine": "h100", "global-batch": 64, "micro_batch": 1,
                "seq": 4096, "sp": "off", "kernels": {"attention": "flash3"}}
@@ -715,6 +701,10 @@ def test_every_line_of_a_file_is_predicted(tmp_path, capsys):
     assert request.items() <= h100.items()
     assert set(h100) - set(request) == set(predict.Prediction._fields)
     assert a100["step_s"] > 1.5 * h100["step_s"] and h100["fits"] > 0.9
+    run = predict.run_of(request | dict(tied=True, dtype="fp16", no_such=None, kernels=None))
+    assert (run.settings.grid.tp, run.settings.grid.sp, run.settings.model.tied) == (4, "off", True)
+    assert (run.settings.precision.dtype, run.machine, run.kernels) == ("fp16", MACHINES["h100"], Kernels())
+    assert predict.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
     file.write_text(json.dumps(request) + "\n" + json.dumps(request | {"kernels": {"speed": 2}}))
     with pytest.raises(ValueError, match="line 2: kernels {'speed': 2}: write an object with fields of attention"):
         plan.__main__.main(["predict", str(file)])
@@ -723,36 +713,19 @@ def test_every_line_of_a_file_is_predicted(tmp_path, capsys):
 @pytest.mark.parametrize("table, every, goal", [
     ("playbook_runs", 12, 0.05), ("narayanan2021_sc21", 2, 0.06), ("llmfoundry", 8, 0.05)])
 def test_published_step_times_are_predicted(table, every, goal):
-    rows = [row for row in published.rows() if row.table == table and row.step_s and "FP8" not in row.groups[0]]
-    rows = [row for row in rows if table != "playbook_runs" or published.FLAGGED in row.groups][::every]
+    rows = [row for row in published.rows() if row.table == table and row.step_s and "FP8" not in row.groups[0]
+            and (table != "playbook_runs" or published.FLAGGED in row.groups)]
     assert median(abs(plan.time.step_seconds(predict.run_of(row.request)).seconds / row.step_s - 1)
-                  for row in rows) < goal
-
-
-@pytest.mark.parametrize("request_, line", [
-    (dict(kernels=dict(attention="flash4")), "kernels: attention flash4: use one of standard, flash1, flash2, flash3"),
-    (dict(kernels=dict(division="any"), layers=4, pp=9), "--pp 9: 9 stages of 4 layers and four parts besides"),
-    (dict(kernels=dict(division="cumulative"), layers=16, hidden=64, heads=4, vocab=90000, pp=16),
-     "--pp 16: the last of these stages gets no block of 16 layers and a head"),
-    (dict(dtype="fp32"), "--dtype fp32: times are known in bf16 and fp16, use one of them, or auto"),
-    (dict(tp=3, gpus=3), "--tp 3 does not divide --heads"), (dict(grid="auto"), "--grid auto: give a grid"),
-    (dict(machine={"a": 1}), "--machine {'a': 1}: write a name")])
-def test_a_request_that_cannot_be_predicted_is_refused(request_, line):
-    with pytest.raises(ValueError, match="^" + re.escape(line)):
-        predict.run_of(dict(global_batch=9, micro_batch=1) | request_)
-
-
-def test_a_request_is_its_flags():
-    run = predict.run_of({"preset": "mixtral-8x7b", "dp": 4, "tp": 2, "ep": 4, "no_such": None, "global-batch": 8,
-                          "sp": "off", "tied": True, "dtype": "fp16", "kernels": None})
-    grid = run.settings.grid
-    assert (grid.dp, grid.tp, grid.ep, grid.sp, run.settings.model.tied) == (4, 2, 4, "off", True)
-    assert (run.settings.precision.dtype, run.machine, run.kernels) == ("fp16", MACHINES["h100"], Kernels())
-    assert predict.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
+                  for row in rows[::every]) < goal
 
 
 def test_stages_of_other_codes():
-    """More stages than layers, where the head may be alone; cumulative cost counts no scores."""
+    """Nanotron's are by cumulative cost, without scores; a head is worth so many layers. Where it leaves a stage no
+    block, 33 of 34 published runs failed. Others have more stages than layers, where the head may be alone."""
+    for layers, number, head, sizes in (
+            (32, 16, 2.2, [3, 2, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2, 0]),  # 2 of 34.2 do not exceed a share of 2.14
+            (16, 8, 4.0, [3, 2, 3, 2, 3, 2, 1, 0])):
+        assert [len(stage) for stage in costs.cumulative_partition([1.0] * layers, number, head)] == sizes
     asked = dict(layers=4, hidden=64, heads=4, vocab=4096, pp=6, global_batch=6, micro_batch=1)
     stages = costs.stages_of(predict.run_of(asked | dict(kernels=dict(division="any"))).settings, "any")
     assert len(stages) == 6 and [*chain(*stages)] == [0, 1, 2, 3] and not stages[-1]
@@ -815,26 +788,15 @@ def test_published_memory_and_fits_are_predicted():
     rows = [row for row in published.rows() if row.table == "playbook_runs"][::20]
     objects = published.check_rows(rows, predict.predict_request)
     assert median(published.errors([row for row in objects if row["measured"]["fits"]], "memory_gb")) < 0.07
-    ran = [row["predicted"]["fits"] for row in objects if row["measured"]["fits"]]
-    failed = [row["predicted"]["fits"] for row in objects if not row["measured"]["fits"]]
-    assert sum(fits >= 0.5 for fits in ran) >= 0.97 * len(ran)
-    assert sum(fits < 0.5 for fits in failed) >= 0.87 * len(failed)
+    for ran, least in (True, 0.97), (False, 0.87):
+        right = [(row["predicted"]["fits"] >= 0.5) == ran for row in objects if row["measured"]["fits"] == ran]
+        assert sum(right) >= least * len(right)
 
 
 def test_check_reads_a_folder(tmp_path, capsys):
-    with open(os.path.join(published.FOLDER, "narayanan2021_sc21.json")) as file:
-        table = json.load(file)
+    table = json.loads(Path(published.FOLDER, "narayanan2021_sc21.json").read_text())
     (tmp_path / "one.json").write_text(json.dumps(table | dict(rows=table["rows"][:1])))
-    line, = (line for line in printed(capsys, f"check --tables {tmp_path}").splitlines() if line.startswith("SC21"))
-    assert cells(line)[1] == "1" and cells(line)[-1] == "step 5%"
-
-
-def test_only_the_last_of_equal_stages_has_the_head():
-    run = run_for("--layers 8 --hidden 2048 --ffn 8192 --vocab 256 --pp 4 --dp 1 --global-batch 8 --micro-batch 1")
-    assert [len(layers) for layers in costs.stages_of(run.settings, run.kernels.division)] == [2] * 4
-    parts = plan.time.stage_parts(run)
-    assert parts[0] == parts[1] == parts[2] and "head" not in parts[0]
-    assert parts[3].keys() - parts[2].keys() == {"head"}
+    assert re.search(r"\nSC21 \(.*\) +1 .* step 5%\n", printed(capsys, f"check --tables {tmp_path}"))
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------
@@ -852,22 +814,23 @@ def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     assert [candidate.seconds for candidate in found[:40]] == sorted(candidate.seconds for candidate in found[:40])
     for candidate in found[:10]:
         again = run_for(f"{MODEL} {search.describe(candidate.run.settings)}", 16)
-        assert plan.time.step_seconds(again).seconds == pytest.approx(candidate.seconds)
+        step = plan.time.step_seconds(again)
+        assert step.seconds == pytest.approx(candidate.seconds) and min(step.parts.values()) > -1e-9
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
         needed = sum(plan.time.needed_memory(again).values()) + again.constants.reserved
         assert needed == pytest.approx(candidate.memory)
         assert candidate.memory <= again.constants.usable * 80 * 2**30
     assert fell["step 1: does not fit in memory"] > 30
-    assert any("--pp" in why for why in fell)
     bound = {search.describe(candidate.run.settings): candidate.seconds for candidate in found[40:]}
     assert min(bound.values()) > 0.9 * found[0].seconds  # what was not simulated is hardly better
 
 
-@pytest.mark.parametrize("preset, experts", [("tiny", (1,)), ("tiny-moe --micro-batch 1", (1, 2, 4))])
-def test_search_leaves_nothing_out_that_the_command_line_takes(preset, experts):
+@pytest.mark.parametrize("preset, experts, micro_batches", [
+    ("tiny", (1,), (1, 2, 4)), ("tiny-moe --micro-batch 1", (1, 2, 4), (1,))])
+def test_search_leaves_nothing_out_that_the_command_line_takes(preset, experts, micro_batches):
     """All fit, and recomputation would only be slower; ZeRO shards over dp x cp, and 1 rank has nothing to shard."""
     model, sizes = f"--preset {preset} --seq 1024 --global-batch 4", (1, 2, 4)
     found, _ = search.search(run_for(f"{model} --grid auto", 4), 4, search.given_by_flags(model.split()))
-    micro_batches = (1,) if "micro" in preset else sizes
     taken = set()
     for tp, pp_, cp, ep, level, micro, schedule in product(sizes, sizes, (1, 2), experts, range(4), micro_batches,
                                                            ("1f1b", "interleaved")):
@@ -898,8 +861,6 @@ def test_what_is_left_to_the_search_is_not_given():
     given = search.given_by_flags("--dp -1 --micro-batch 0 --tp 2 --zero 0 --recompute none --lr 1".split())
     assert given == dict(tp=2, zero=0, recompute="none")
     assert search.given_by_flags("--dp 4 --micro-batch 1".split()) == dict(dp=4, micro_batch=1)
-    assert search.kind_of(ValueError("--tp 3 does not divide --heads 32: use 1")) == (
-        "cannot run: --tp does not divide --heads")
 
 
 def test_a_host_is_its_cores(monkeypatch):
@@ -912,9 +873,8 @@ def test_a_host_is_its_cores(monkeypatch):
         assert (host.memory_bytes, *host.levels[0][1:4]) == (2**32 / ranks, ranks, 1e-4, 5e8 * cores)
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_matmuls_reach_a_part_of_the_peak_and_faster_levels_are_nearer(name):
-    machine = MACHINES[name]
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_matmuls_reach_a_part_of_the_peak_and_faster_levels_are_nearer(machine):
     node, network = machine.levels
     assert machine.peak() > machine.best_matmul() > 0.5 * machine.peak()
     assert machine.best_matmul(fp8=True) == pytest.approx(2 * machine.best_matmul(), rel=0.15)
@@ -931,8 +891,7 @@ def test_search_of_1024_gpus_takes_less_than_ten_seconds():
 
 # ---- scaling --------------------------------------------------------------------------------------------------------
 
-with open(os.path.join(ROOT, "tests", "data", "scaling.json")) as file:
-    PUBLISHED = json.load(file)
+PUBLISHED = json.loads((ROOT / "tests" / "data" / "scaling.json").read_text())
 
 
 def test_the_best_sizes_are_the_published_ones_and_have_the_least_loss():
@@ -957,7 +916,6 @@ def test_days_of_published_runs(name, days):
     """Narayanan et al. 2021, section 5.1; OPT's logbook."""
     run, = (run for title, run in scaling.TRAININGS.items() if title.startswith(name))
     assert round(run.days) == days
-    assert run.gpu_hours == pytest.approx(24 * days * run.gpus, rel=0.5 / days)
 
 
 def test_the_batch_is_minimaxs_at_its_losses_and_size():
@@ -971,33 +929,10 @@ def test_the_batch_is_minimaxs_at_its_losses_and_size():
 
 def test_a_ring_of_datacentres_takes_what_its_steps_take():
     """Epoch AI 2025: 72T parameters in 16 bits, 23 sites on 4,800 km, no time in between: each site's block goes round
-    both ways until all have all; sums are made by the same steps in reverse. Reported, rounded: 6 Pb/s, 220 ms."""
+    both ways; sums are made by the same steps in reverse. Reported, rounded: 6 Pb/s, 220 ms."""
     step = 2 * 72e12 / 23 / (6e15 / 8) + 4800e3 / 23 / 2e8  # of 11, after which a site has those of 11 to each side
     assert scaling.ring_seconds(72e12, 4800, 6e15 / 8) == pytest.approx(2 * 11 * step, rel=0.01)
     assert scaling.ring_seconds(72e12, 4800, 6.5e15 / 8) < 0.22 < scaling.ring_seconds(72e12, 4800, 5.5e15 / 8)
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-def test_a_mistake_is_one_line_and_exit_code_2_without_torch():
-    program = ("import runpy, sys; sys.modules['torch'] = None; "
-               "runpy.run_module('plan', run_name='__main__', alter_sys=True)")
-    command = "search --preset llama-3.2-1b --gpus 1 --global-batch 4 --seq 131072 --recompute none".split()
-    ended = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
-    assert re.search(r"^plan: on 1 x h100 .* none fits .*: use \d+ ranks or --preset \S+, the largest", ended.stderr)
-
-
-@pytest.mark.parametrize("command, line", [
-    ("memory --preset llama-3.1-8b --tp 3", "--tp 3 does not divide --heads (32): use one of 1, 2, 4, 8, 16, 32"),
-    ("step --machine abacus", "--machine abacus: unknown, use one of a100"),
-    ("predict", "predict needs one file of requests"), ("abacus", "abacus: use one of params, memory"),
-    ("check --tables /nowhere", "--tables /nowhere: has no tables, NAME.json"),
-    ("step --grid auto", "--grid auto: step is of a grid"),
-    ("sweep --top 0", "--top 0: must be above 0"), ("search --gpus 1000001", "--gpus 1000001: must be at most")])
-def test_a_mistake_is_refused(command, line):
-    with pytest.raises(ValueError, match="^" + re.escape(line)):
-        plan.__main__.main(command.split())
 
 
 # ---- train.py --grid auto -------------------------------------------------------------------------------------------
@@ -1007,15 +942,13 @@ def auto(flags: str, ranks: int, machine: Machine) -> tuple[config.Config, str]:
 
 
 def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
+    """What a flag gives is not changed."""
     settings, reason = auto(MODEL, 16, MACHINES["h100"])
     (best, second, *_), _ = searched()
     assert reason.startswith(search.describe(settings)) and f" limit {best.limit()}; next " in reason
     assert reason.endswith(f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
     again = config.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
-
-
-def test_what_a_flag_gives_is_not_changed():
     settings, _ = auto("--preset llama-3.1-8b --seq 4096 --global-batch 64 --tp 4 --pp 2 --schedule zb-h1 --zero 0 "
                        "--micro-batch 2 --recompute full", 16, MACHINES["h100"])
     grid = settings.grid
@@ -1110,18 +1043,3 @@ def test_a_swept_run_is_measured_or_says_why_not():
     assert ok["status"] == "ok" and ok["tokens_per_s"] > 0 and ok["step_s"] > 0 and ok["memory_gb"] > 0.05
     bad = search.run_candidate("--data /nowhere --dp 2 --device cpu".split(), 2, 300)
     assert (bad["status"], bad["error"]) == ("failed", "train.py: --data /nowhere: no such file or folder")
-
-
-# ---- python -m plan.costs -------------------------------------------------------------------------------------------
-
-def test_what_is_said_of_recomputation_is_so(capsys):
-    """As the docstring of print_layers has it; GPT-3's 70% and 0.9% are in tests/test_recompute.py."""
-    costs.print_layers()
-    costs.print_attention()
-    out = capsys.readouterr().out
-    assert "selective 418 kB +0.9%   full 25 kB" in out  # 34 and 2 bytes of each of 12,288 channels
-    assert all(f"none {kilobytes} kB " in out for kilobytes in (1401, 139, 242, 523))
-    for preset, dropped in ("llama-3.1-8b", 0.32), ("mixtral-8x7b", 0.30), ("deepseek-v3", 0.32):
-        layer = costs.llama_layer(config.parse(["--preset", preset]).model, 4096)
-        kept = costs.saved_bytes(layer, "selective") / costs.saved_bytes(layer, "none")
-        assert 1 - kept == pytest.approx(dropped, abs=0.01)
