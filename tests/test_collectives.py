@@ -152,7 +152,7 @@ def test_a_pending_has_ended_when_all_of_its_work_has_and_then_holds_nothing():
     pending = collectives.Pending(works, x)
     assert not pending.completed() and pending.tensors == (x,)
     assert pending.wait() is x
-    assert pending.completed() and (pending.works, pending.tensors) == ([], ())
+    assert pending.completed() and (pending.works, pending.tensors, pending.result) == ([], (), None)
     synchronous = collectives.Pending(None, x)
     assert synchronous.completed() and synchronous.tensors == () and synchronous.wait() is x
 
