@@ -33,7 +33,6 @@ from watch import in_order
 import config
 import train
 from collectives import ALONE
-from groups import build_groups
 from plan import search
 from run import checkpoint, data, job, sampling, start
 from run.data import Corpus, codec_of
@@ -174,7 +173,6 @@ def test_what_is_saved_is_the_state_at_the_call_and_nothing_is_saved_a_second_ti
         saver.save(step, {})
     pieces[0].values.add_(1)
     saver.save(3, {})
-    saver.finish()
     saver.lock.close()
     saved(tmp_path, (3,), resumed=3, pieces=pieces)
     for step, want in enumerate(wants, 1):
@@ -192,21 +190,15 @@ def test_checkpoints_of_later_steps_than_the_one_resumed_are_set_aside(tmp_path,
         (tmp_path / name / "thesis").write_text(name)
     (tmp_path / "step-000300-good" / "run.json").write_text("{}")
     (tmp_path / "step-000002").write_text("step-000002")
-
-    def free(folder):
-        return SimpleNamespace(free=0 if any(tmp_path.glob(".*")) else 10**8)
-    with patch.object(shutil, "disk_usage", free):
+    with patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if any(tmp_path.glob(".*")) else 99)):
         saved(tmp_path, (1000001,), keep=2, resumed=1000000)
     said = capsys.readouterr().out
-    for name in "step-000001", "step-1", "step-000002", "step-1000002":
+    none, later = "is no checkpoint: it has no run.json", "is of a later step than the one resumed"
+    for name, why in {"step-000001": none, "step-1": none, "step-000002": none, "step-1000002": later}.items():
         aside, = tmp_path.glob(f"set-aside-{name}-*")
-        why = "is no checkpoint: it has no run.json"
-        if name == "step-1000002":
-            why = "is of a later step than the one resumed"
-            assert len(tensors(aside)) == 1
-        else:
-            assert (aside if aside.is_file() else aside / "thesis").read_text() == name
         assert f"{tmp_path}/{name} {why}, so it was renamed {aside.name}\n" in said
+        if why == none:
+            assert (aside if aside.is_file() else aside / "thesis").read_text() == name
     assert said.count("\n") == 4 and (tmp_path / "latest").read_text() == "step-1000001\n"
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("set-aside-")) == [
         "latest", "lock", "step-000300-good", "step-1000000", "step-1000001"]
@@ -307,6 +299,49 @@ def test_loading_needs_no_more_than_two_stored_boxes(tmp_path):
     assert 0 < meter.peak["other"] + meter.peak["outside"] <= 4 * (64 * 64 + 32 * 64)
 
 
+def test_saves_leave_no_objects(tmp_path, monkeypatch):
+    """The collector is off while a run goes on; DCP leaves two classes per tensor and save."""
+    state = [checkpoint.whole(f"w{i}", torch.ones(2)) for i in range(8)]
+    saver = checkpoint.Saver(str(tmp_path), state, 1, ALONE)
+    monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda *_: False)  # pytest keeps all that is logged
+    with job.without_garbage_collector():
+        counts = []
+        for step in range(1, 11):
+            saver.save(step, dict(step=step))
+            assert saver.finish() == ""
+            counts.append(len(gc.get_objects()))
+    assert max(counts[5:]) <= counts[4], counts
+
+
+@pytest.mark.slow
+def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
+    """pp 4 x dp 32 x tp 8 at ZeRO level 1, on tensors without memory; data ranks differ in their shards alone. DCP
+    raises ValueError if a tensor is not whole."""
+    pp, dp, tp = 4, 32, 8
+    settings = config.parse(f"--preset llama-3.1-70b --dtype bf16 --pp {pp} --tp {tp} --zero 1 --global-batch {dp} "
+                            f"--seq 4096 --data {tokens}".split(), pp * dp * tp)
+    plans, seconds = [], []
+    for stage, shard in product(range(pp), range(tp)):
+        groups = grids.NO_GROUPS | {axis: SimpleNamespace(rank=rank, size=size, process_group=None)
+                                    for axis, rank, size in (("pp", stage, pp), ("tp", shard, tp), ("dp", 0, dp))}
+        groups["data"] = groups["dp"]
+        _, model, optimizer = grids.build(settings, "bf16", groups, device="meta", filled=False)
+        for data_rank in range(dp):
+            for bucket in optimizer.buckets:
+                length = bucket.shard.stop - bucket.shard.start
+                bucket.shard = slice(data_rank * length, (data_rank + 1) * length)
+            began = time.process_time()
+            planner = checkpoint.SaveBoxes(list(checkpoint.pieces_of_run(optimizer, model.routers, groups, True)))
+            plans.append(planner.create_local_plan())
+            seconds.append(time.process_time() - began)
+    began = time.process_time()
+    new_plans, metadata = planner.create_global_plan(plans)
+    assert max(seconds) + time.process_time() - began < 10
+    metadata.storage_data = {item.index: _StorageInfo(f"__{i}_0.distcp", 10**6 * k, 10**6)
+                             for i, plan in enumerate(new_plans) for k, item in enumerate(plan.items)}
+    assert len(pickle.dumps(metadata)) < 64e6
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 HARMS = {  # of a file's bytes, at a random place
@@ -371,8 +406,6 @@ def test_tensors_of_another_model_are_named(tmp_path):
     path = str(tmp_path / "step-000001")
     with pytest.raises(ValueError, match=r"--dtype fp16\): w/master is 4 x 2 here and 4 x 3 there$"):
         checkpoint.read(path, state_of((4, 2)))
-    with pytest.raises(ValueError, match=r"b is 2 here and missing there, and 1 more tensors differ"):
-        checkpoint.read(path, [checkpoint.whole(name, torch.zeros(2)) for name in "bc"])
     _, metadata = checkpoint.open_checkpoint(path)
     metadata.state_dict_metadata["w/master"].chunks.clear()
     with pytest.raises(ValueError, match="step-000001 does not have all of w/master"):
@@ -410,7 +443,7 @@ def trained(tmp_path_factory, tokens) -> Path:
 @pytest.mark.parametrize("flags, line", [
     ("--norm-eps 1e-6", "--norm-eps 1e-06: the checkpoint's model has 1e-05; give --insist to change it"),
     ("--layers 3", "--layers 3: the checkpoint's model has 2; give --insist to change it"),
-    ("--layers 3 --insist", "--dtype fp16): layers.2.attention.wq/master is 32 x 32 here and missing there"),
+    ("--layers 3 --insist", "attention.wq/master is 32 x 32 here and missing there, and 26 more tensors differ"),
     ("--layers 1 --insist", " weights, and this model only "),
     ("--init-from model", "has weights, so leave out --init-from; only auto, which may find none, goes with it"),
     ("--seed 1", "the data differs, its seed was 0 and is 1; give --insist to change it"),
@@ -551,15 +584,14 @@ def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained)
     with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4, pp_group=4,
              recompute="full", micro_batch=2, global_batch=16):
         for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
-            settings = start.parse(f"{flags} {more}".split(), ranks)
-            settings, _ = search.fill_grid(settings, ranks, search.this_machine(ranks))
+            settings, _ = search.fill_grid(start.parse(f"{flags} {more}".split(), ranks), ranks,
+                                           search.this_machine(ranks))
             grid = settings.grid
             assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks and grid.pp_group == 0
             assert grid.chunks == (2 if "--chunks" in more else 1) and settings.precision.recompute == "none"
 
 
-def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens, tmp_path):
-    """And its metrics are left alone."""
+def test_a_checkpoint_is_evaluated_without_a_step_and_metrics_are_left_alone(trained, tokens, tmp_path):
     path, before = tmp_path / "m.jsonl", '{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st'
     path.write_text(before)
     said = run(f"--resume {trained} --steps 0 --val-data {tokens} --metrics {path}")
@@ -569,8 +601,7 @@ def test_a_checkpoint_is_evaluated_without_a_step(trained, tokens, tmp_path):
 
 
 def log_to(path: Path) -> Log:
-    settings = config.parse(f"--dtype fp32 --metrics {path}".split())
-    return Log(settings, build_groups(settings.grid, settings.model), torch.device("cpu"))
+    return Log(config.parse(f"--dtype fp32 --metrics {path}".split()), grids.NO_GROUPS, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("before, after", [
@@ -634,24 +665,39 @@ def test_weights_that_are_not_finite_on_one_rank_are_not_resumed_on_any(pool, tr
     assert str(error.value).count(line) == 2
 
 
-def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(published, tokens, tmp_path):
-    """By a run that has no step left to take, with the files of the model that the run before began with; without a
-    tokenizer.json, too."""
-    tokenizer = shutil.copytree(published, tmp_path / "given") / "tokenizer.model"
-    tokenizer.with_suffix(".json").rename(tokenizer)
-    flags = (f"--init-from {tmp_path}/given --data {tokens} --seq 24 --global-batch 2 --steps 1 --out {tmp_path}/out "
-             f"--export-hf {tmp_path}/hf")
-    with patch("safetensors.torch.save_file", side_effect=OSError(28, "No space left on device")):
-        with pytest.raises(RuntimeError, match=f"^--export-hf: {tmp_path}/hf/model.safetensors: cannot be written: "
-                                                 r"\[Errno 28\] No space left on device"):
-            run(flags)
-    assert not list((tmp_path / "hf").iterdir())
-    run(f"--resume {tmp_path}/out --export-hf {tmp_path}/hf")
-    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "hf" / "config.json").stat().st_mode
+@pytest.mark.parametrize("call", [(os.mkdir, "ran"), (eval, "open('ran', 'w')"), (exec, "open('ran', 'w')"),
+                                  (torch.load, "nowhere")])
+def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
+    """Nor does one whose checksums are right."""
+    class Planted:
+        def __reduce__(self):
+            return call[0], call[1:]
+
+    saved(tmp_path)
+    there = tmp_path / "step-000001" / ".metadata"
+    monkeypatch.chdir(tmp_path)
+    there.write_bytes(pickle.dumps(Planted()))
+    forge(there.with_name("run.json"), files={".metadata": [there.stat().st_size, checkpoint.checksum(there)]})
+    said = refused(monkeypatch, capsys, "export", there.parent, "hf")
+    assert not Path("ran").exists() and f"{there} cannot be trusted or read: names " in said
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/../../elsewhere"])
+def test_files_of_a_checkpoint_lie_in_its_folder(tmp_path, name):
+    saved(tmp_path)
+    path = tmp_path / "step-000001"
+    forge(path / "run.json", files={name: [0, ""]})
+    with pytest.raises(ValueError, match=f"run.json names {name}, which is outside of its folder$"):
+        checkpoint.verify(path)
+    _, metadata = checkpoint.open_checkpoint(path)
+    for stored in metadata.storage_data.values():
+        stored.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata cannot be trusted or read: names files outside of its folder$"):
+        checkpoint.open_checkpoint(path)
+
+
+# ---- exports, published models and tokenizers -----------------------------------------------------------------------
 
 def command(monkeypatch, *words) -> None:
     """python -m run.checkpoint WORDS. Raises SystemExit for an exit code that is not 0."""
@@ -678,46 +724,37 @@ def test_what_cannot_be_exported_is_refused_in_one_line(trained, monkeypatch, ca
         assert refused(monkeypatch, capsys, *words).startswith(f"run.checkpoint: {says}")
 
 
-@pytest.mark.parametrize("flags, dtype", [([], torch.bfloat16), (["--dtype", "fp32"], torch.float32)])
-def test_the_command_line_exports_the_master_weights_in_bf16_or_as_asked(trained, tmp_path, monkeypatch, flags, dtype):
-    path = trained / "step-000002"
-    command(monkeypatch, "export", path, tmp_path, *flags)
-    exported = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(exported["lm_head.weight"], tensors(path)["head/master"].to(dtype))
-    settings = json.loads((tmp_path / "config.json").read_text())
-    assert settings["max_position_embeddings"] == 24 and settings["torch_dtype"] == str(dtype).removeprefix("torch.")
+def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(published, tokens, tmp_path):
+    """By a run that has no step left to take, with the files of the model that the run before began with; without a
+    tokenizer.json, too."""
+    tokenizer = shutil.copytree(published, tmp_path / "given") / "tokenizer.model"
+    tokenizer.with_suffix(".json").rename(tokenizer)
+    flags = (f"--init-from {tmp_path}/given --data {tokens} --seq 24 --global-batch 2 --steps 1 --out {tmp_path}/out "
+             f"--export-hf {tmp_path}/hf")
+    with patch("safetensors.torch.save_file", side_effect=OSError(28, "No space left on device")):
+        with pytest.raises(RuntimeError, match=f"^--export-hf: {tmp_path}/hf/model.safetensors: cannot be written: "
+                                                 r"\[Errno 28\] No space left on device"):
+            run(flags)
+    assert not list((tmp_path / "hf").iterdir())
+    run(f"--resume {tmp_path}/out --export-hf {tmp_path}/hf")
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "hf" / "config.json").stat().st_mode
 
 
-@pytest.mark.slow
-def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
-    """pp 4 x dp 32 x tp 8 at ZeRO level 1, on tensors without memory; data ranks differ in their shards alone. DCP
-    raises ValueError if a tensor is not whole."""
-    pp, dp, tp = 4, 32, 8
-    settings = config.parse(f"--preset llama-3.1-70b --dtype bf16 --pp {pp} --tp {tp} --zero 1 --global-batch {dp} "
-                            f"--seq 4096 --data {tokens}".split(), pp * dp * tp)
-    plans, seconds = [], []
-    for stage, shard in product(range(pp), range(tp)):
-        groups = grids.NO_GROUPS | {axis: SimpleNamespace(rank=rank, size=size, process_group=None)
-                                    for axis, rank, size in (("pp", stage, pp), ("tp", shard, tp), ("dp", 0, dp))}
-        groups["data"] = groups["dp"]
-        _, model, optimizer = grids.build(settings, "bf16", groups, device="meta", filled=False)
-        for data_rank in range(dp):
-            for bucket in optimizer.buckets:
-                length = bucket.shard.stop - bucket.shard.start
-                bucket.shard = slice(data_rank * length, (data_rank + 1) * length)
-            began = time.process_time()
-            planner = checkpoint.SaveBoxes(list(checkpoint.pieces_of_run(optimizer, model.routers, groups, True)))
-            plans.append(planner.create_local_plan())
-            seconds.append(time.process_time() - began)
-    began = time.process_time()
-    new_plans, metadata = planner.create_global_plan(plans)
-    assert max(seconds) + time.process_time() - began < 10
-    metadata.storage_data = {item.index: _StorageInfo(f"__{i}_0.distcp", 10**6 * k, 10**6)
-                             for i, plan in enumerate(new_plans) for k, item in enumerate(plan.items)}
-    assert len(pickle.dumps(metadata)) < 64e6
+@pytest.mark.parametrize("dtype, of_run, flags, of_command", [
+    ("bf16", torch.bfloat16, ["--dtype", "fp32"], torch.float32), ("fp16", torch.float16, [], torch.bfloat16),
+    ("fp64", torch.float32, [], torch.bfloat16)])
+def test_weights_are_exported_in_the_dtype_of_the_run_or_fp32_and_by_the_command_line_in_bf16_or_as_asked(
+        tokens, tmp_path, monkeypatch, dtype, of_run, flags, of_command):
+    path = tmp_path / "run" / "step-000000"
+    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --out {tmp_path}/run --export-hf {tmp_path}/first")
+    command(monkeypatch, "export", path, tmp_path / "second", *flags)
+    for folder, exported in (tmp_path / "first", of_run), (tmp_path / "second", of_command):
+        weights, settings = load_file(folder / "model.safetensors"), transformers.AutoConfig.from_pretrained(folder)
+        assert {tensor.dtype for tensor in weights.values()} == {settings.dtype} == {exported}
+        assert torch.equal(weights["lm_head.weight"], tensors(path)["head/master"].to(exported))
+        assert settings.max_position_embeddings == 24
 
-
-# ---- published models and tokenizers --------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
@@ -728,10 +765,9 @@ def published(tmp_path_factory) -> Path:
     tokenizer.train_from_iterator([Path(train.__file__).read_text()],
                                   trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<|endoftext|>"]))
     tokenizer.save(str(folder / "tokenizer.json"))
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2))
-    llama.save_pretrained(folder)
+        num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
     return folder
 
 
@@ -776,58 +812,3 @@ def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, 
                      for folder in (published, tuned))
     assert metrics(tmp_path / "metrics")[0]["loss"] == pytest.approx(before, rel=1e-5) and after < before - 1
     assert (tuned / "tokenizer.json").exists() and re.search("^ ?def", said, re.M)  # the sample
-
-
-@pytest.mark.parametrize("dtype, stored", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float32)])
-def test_weights_are_exported_in_the_dtype_of_the_run_or_in_fp32(tokens, tmp_path, dtype, stored):
-    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --out {tmp_path}/run --export-hf {tmp_path}")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {stored}
-    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == stored
-
-
-# ---- what a checkpoint may do and leave ------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("call", [(os.mkdir, "ran"), (eval, "open('ran', 'w')"), (exec, "open('ran', 'w')"),
-                                  (torch.load, "nowhere")])
-def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, capsys, call):
-    """Nor does one whose checksums are right."""
-    class Planted:
-        def __reduce__(self):
-            return call[0], call[1:]
-
-    saved(tmp_path)
-    there = tmp_path / "step-000001" / ".metadata"
-    monkeypatch.chdir(tmp_path)
-    there.write_bytes(pickle.dumps(Planted()))
-    forge(there.with_name("run.json"), files={".metadata": [there.stat().st_size, checkpoint.checksum(there)]})
-    said = refused(monkeypatch, capsys, "export", there.parent, "hf")
-    assert not Path("ran").exists() and f"{there} cannot be trusted or read: names " in said
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "a/../../elsewhere"])
-def test_files_of_a_checkpoint_lie_in_its_folder(tmp_path, name):
-    saved(tmp_path)
-    path = tmp_path / "step-000001"
-    forge(path / "run.json", files={name: [0, ""]})
-    with pytest.raises(ValueError, match=f"run.json names {name}, which is outside of its folder$"):
-        checkpoint.verify(path)
-    _, metadata = checkpoint.open_checkpoint(path)
-    for stored in metadata.storage_data.values():
-        stored.relative_path = name
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata cannot be trusted or read: names files outside of its folder$"):
-        checkpoint.open_checkpoint(path)
-
-
-def test_saves_leave_no_objects(tmp_path, monkeypatch):
-    """The collector is off while a run goes on; DCP leaves two classes per tensor and save."""
-    state = [checkpoint.whole(f"w{i}", torch.ones(2)) for i in range(8)]
-    saver = checkpoint.Saver(str(tmp_path), state, 1, ALONE)
-    monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda *_: False)  # pytest keeps all that is logged
-    with job.without_garbage_collector():
-        counts = []
-        for step in range(1, 11):
-            saver.save(step, dict(step=step))
-            assert saver.finish() == ""
-            counts.append(len(gc.get_objects()))
-    assert max(counts[5:]) <= counts[4], counts
