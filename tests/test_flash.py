@@ -167,15 +167,16 @@ def test_tiles_that_nobody_sees_are_not_loaded(small_tiles, window):
         assert flash.find_loaded_tiles(Mask(window=window, documents=both), 48, 16, 16) == tiles.tolist()
 
 
-def test_backward_loads_no_tile_that_nobody_sees(small_tiles):
-    """NaN in a query's do reaches keys in the tiles that it is computed with, none after it or of other documents."""
+@pytest.mark.parametrize("query, window, keys", [(20, 0, range(32)), (44, 0, range(32, 48)), (20, 6, range(32))])
+def test_backward_loads_no_tile_that_nobody_sees(small_tiles, query, window, keys):
+    """NaN in a query's do reaches keys in the tiles that it is computed with, none after it or of other documents, two
+    of 32 tokens; in a window of 6 it sees keys of two tiles of 16."""
     documents, (q, k, v) = torch.arange(2, device=DEVICE).repeat_interleave(32)[None], heads(64, 64, 1, 1, B=1)
-    do = torch.zeros_like(q)
-    do[:, :, 20] = torch.nan
-    for mask in Mask(documents=(documents, documents)), Mask(window=6):  # which sees 15 to 20, in two tiles of 16
-        found = flash_backward(do, q, k, v, *flash_forward(q, k, v, mask), mask)
-        dq, dk, dv = (x.isnan().any(-1).flatten().tolist() for x in found)
-        assert dk == dv == [True] * 32 + [False] * 32 and dq == [row == 20 for row in range(64)]
+    mask, do = Mask(window=window, documents=None if window else (documents, documents)), torch.zeros_like(q)
+    do[:, :, query] = torch.nan
+    found = flash_backward(do, q, k, v, *flash_forward(q, k, v, mask), mask)
+    dq, dk, dv = (x.isnan().any(-1).flatten().tolist() for x in found)
+    assert dk == dv == [row in keys for row in range(64)] and dq == [row == query for row in range(64)]
 
 
 @pytest.mark.parametrize("kind, window", [("one", 0), ("packed", 14)])
