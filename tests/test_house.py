@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
          for folder in (".", "plan", "run", "bench", "learn") for path in (ROOT / folder).glob("*.py")}
 FOLDERS = {"plan", "run", "bench", "learn"}
 # From the top to the bottom: a file imports files of lower lines alone.
@@ -88,10 +88,15 @@ TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "
 
 
 @cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
+@cache
 def imports(name: str) -> set[str]:
     """The project's files that a file imports, inside functions and by name too."""
     found = set()
-    for node in ast.walk(FILES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -139,13 +144,13 @@ def test_the_readme_has_every_file_of_the_root_and_every_folder():
 
 
 def lines_of(name: str) -> int:
-    return len((ROOT / (name.replace(".", "/") + ".py")).read_text().splitlines())
+    return len(FILES[name].read_text().splitlines())
 
 
 def sizes(name: str) -> tuple[int, int, int]:
-    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    lines = FILES[name].read_text().splitlines()
     demo = next((i for i, line in enumerate(lines) if line.startswith("# ---- demo")), len(lines))
-    return len(lines), FILES[name].body[0].end_lineno, len(lines) - demo
+    return len(lines), tree_of(name).body[0].end_lineno, len(lines) - demo
 
 
 def test_no_file_grows():
@@ -164,16 +169,16 @@ def test_chains_of_imports_are_short():
 
 
 def test_functions_are_short():
-    long = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for name, tree in FILES.items()
-            for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    long = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for name in FILES
+            for node in ast.walk(tree_of(name)) if isinstance(node, ast.FunctionDef)}
     assert {function: lines for function, lines in long.items() if lines > 60} == {}
 
 
 def test_the_model_is_a_page_that_anybody_can_read():
     """Few names from other files, and attention's forward on a third of a screen."""
-    taken = [alias.name for node in FILES["model"].body if isinstance(node, ast.ImportFrom) and node.module in FILES
+    taken = [alias.name for node in tree_of("model").body if isinstance(node, ast.ImportFrom) and node.module in FILES
              for alias in node.names]
-    attention = next(node for node in FILES["model"].body if getattr(node, "name", "") == "Attention")
+    attention = next(node for node in tree_of("model").body if getattr(node, "name", "") == "Attention")
     forward = next(node for node in attention.body if getattr(node, "name", "") == "forward")
     assert len(taken) <= 25 and forward.end_lineno - forward.lineno < 25
 
@@ -181,7 +186,7 @@ def test_the_model_is_a_page_that_anybody_can_read():
 @pytest.mark.parametrize("name", FILES)
 def test_names_taken_from_other_files_exist(name):
     """Also those in functions that run on GPUs only."""
-    nodes, modules, taken = list(ast.walk(FILES[name])), {}, []
+    nodes, modules, taken = list(ast.walk(tree_of(name))), {}, []
     for node in nodes:
         if isinstance(node, ast.Import):
             modules.update({alias.name: alias.name for alias in node.names if alias.name in FILES})
