@@ -1,4 +1,6 @@
 """Tensor parallelism: layers against dense ones, the order of events, what is sent, and what no rank ever computes."""
+import math
+import re
 import weakref
 from collections import Counter
 from functools import partial
@@ -30,7 +32,7 @@ import train
 from collectives import ALONE
 from config import FP8_RECIPES
 from groups import build_groups
-from param import Spec, draw, local_box, parameter, shard_slice
+from param import Spec, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes
 from recompute import Recompute
@@ -46,12 +48,16 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def weight(name: str, shape: tuple[int, int], dim: int, group) -> torch.nn.Parameter:
-    """This rank's part of a random matrix."""
-    spec = Spec(name, shape, {"tp": dim}, std=1.0)
-    made = parameter(spec, {"tp": group}, torch.float64)
-    made.data = draw(0)(spec, local_box(spec, {"tp": group})).double()
+def weight(values: torch.Tensor) -> torch.nn.Parameter:
+    """One that has no bucket."""
+    made = torch.nn.Parameter(values)
+    made.sink, made.generation = None, 0
     return made
+
+
+def own_tokens(how: TensorParallel, T: int) -> slice:
+    """Those that this rank has between layers."""
+    return shard_slice(T, how.size, how.group.rank) if how.sequence else slice(None)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -62,20 +68,18 @@ class PairOfLayers:
 
     def __init__(self, T: int, H: int, a: int, b: int):
         self.group = group = grids.everyone()
-        self.mine = [weight("a", (a, H), 0, group), weight("b", (b, H), 0, group), weight("c", (H, a + b), 1, group)]
-        self.ab = torch.cat((weight("a", (a, H), 0, ALONE), weight("b", (b, H), 0, ALONE))).detach()
-        self.c = weight("c", (H, a + b), 1, ALONE).detach()
-        # The rank's rows of a and of b, side by side, meet the same columns of c.
-        n, me = group.size, group.rank
-        self.columns = torch.cat([torch.arange(a).view(n, -1)[me], a + torch.arange(b).view(n, -1)[me]])
-        self.mine[2].data = self.c[:, self.columns].clone()
         self.x, self.up = normal(T, H, seed=1), normal(T, H, seed=2)
+        self.ab, self.c = normal(a + b, H, seed=3), normal(H, a + b, seed=4)
+        # The rank's rows of a and of b, side by side, meet the same columns of c.
+        rows = [part.view(group.size, -1)[group.rank] for part in torch.arange(a + b).split((a, b))]
+        self.columns = torch.cat(rows)
+        self.mine = [*(weight(self.ab[part]) for part in rows), weight(self.c[:, self.columns])]
 
     def run(self, how: TensorParallel, mm: tp.Matmul, mode: str, split: bool = False) -> list[torch.Tensor]:
         """y, dx, dc and d[a; b] of this rank. split: the backward, in two halves. mode: of recomputation."""
         a, b, c = self.mine
         a.grad = b.grad = c.grad = None
-        part = shard_slice(len(self.x), self.group.size, self.group.rank) if how.sequence else slice(None)
+        part = own_tokens(how, len(self.x))
         drop, mine = Recompute(mode).drop, self.x[part].clone().requires_grad_()
         h = torch.tanh(mine)
         ab = Column.apply(h, how, mm, True, a, b)
@@ -92,7 +96,7 @@ class PairOfLayers:
 
     def part(self, how: TensorParallel, y, dx, dc, dab) -> list[torch.Tensor]:
         """Of the results of all ranks that of this one."""
-        part = shard_slice(len(self.x), self.group.size, self.group.rank) if how.sequence else slice(None)
+        part = own_tokens(how, len(self.x))
         return [y[part], dx[part], dc[:, self.columns], dab[self.columns]]
 
 
@@ -122,10 +126,9 @@ def rounded(sequence: bool) -> list[float]:
     """How many elements of the results of a column and a row parallel layer in bf16, and of their inputs' gradients,
     are those of products in fp64 that each rank rounds once."""
     group, T, H, C = grids.everyone(), 32, 512, 1024
-    how, n, me = TensorParallel(group, sequence), group.size, group.rank
-    a, b = (torch.nn.Parameter(normal(*shape, seed=me).bfloat16()) for shape in ((C, H), (H, C)))
-    a.sink = b.sink = None
-    part = shard_slice(T, n, me) if sequence else slice(None)
+    how = TensorParallel(group, sequence)
+    a, b = (weight(normal(*shape, seed=group.rank).bfloat16()) for shape in ((C, H), (H, C)))
+    part = own_tokens(how, T)
     x, up = normal(T, H, seed=3).bfloat16(), normal(T, H, seed=4).bfloat16()
     mine = x[part].clone().requires_grad_()
     hidden = Column.apply(mine, how, MATMUL, True, a)
@@ -150,33 +153,21 @@ def test_products_in_bf16_are_rounded_once(pool, n, sequence):
         assert min(shares) > 0.99, shares
 
 
-class Token(torch.autograd.Function):
-    """x, in a graph that keeps a token alive."""
-
-    @staticmethod
-    def forward(ctx, x, token):
-        ctx.token = token
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 @pytest.mark.parametrize("layer", ["column", "row", "experts", *FP8_RECIPES])
 def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
     """Nor what is in it, until the second half of a split backward."""
-    matrix = torch.nn.Parameter(normal(2, 8, 128) if layer == "experts" else normal(128, 128))
-    matrix.sink, matrix.generation, alone = None, 0, TensorParallel()
+    matrix, alone = weight(normal(2, 8, 128) if layer == "experts" else normal(128, 128)), TensorParallel()
     route = SimpleNamespace(rows_per_expert=[1, 3], group=ALONE)
     mm = fp8.Fp8(FP8_RECIPES[layer], torch.float64) if layer in FP8_RECIPES else MATMUL
     run = {"row": lambda x: Row.apply(x, alone, mm, False, matrix),
            "experts": lambda x: ep.GroupedLinear.apply(x, matrix, ep.GroupedMatmul(), route, False)}.get(
                layer, lambda x: Column.apply(x, alone, mm, True, matrix))
-    token = set()
-    alive, x = weakref.ref(token), normal(4, 128).requires_grad_()
-    param.backward_input((0, 0), run(Token.apply(x, token)).sum(), None)
-    del token
+    x = normal(4, 128).requires_grad_().clone()
+    x.grad_fn.metadata["token"] = token = set()  # as long as there is a graph
+    alive, result = weakref.ref(token), [run(x).sum()]
+    del token, x
+    assert alive() is not None
+    param.backward_input((0, 0), result.pop(), None)
     assert alive() is None and matrix.grad is None
     param.backward_weight((0, 0))
     assert matrix.grad.abs().sum() > 0
@@ -217,25 +208,6 @@ def test_hidden_gathers_of_weight_gradients_raise_the_peak_by_one_gathered_tenso
     assert rises and 0 <= min(rises) and max(rises) <= 256 * 256 * 4
 
 
-def gathers_of_a_split_backward() -> list[int]:
-    """How many all-gathers a recomputed pair of layers issues for its input gradients, and for its weight gradients."""
-    group, recompute = grids.everyone(), Recompute("full", 1)
-    how = TensorParallel(group, sequence=True)
-    x, a, b = normal(4, 10).requires_grad_(), weight("a", (8, 10), 0, group), weight("b", (10, 8), 1, group)
-    z = recompute(lambda x: Row.apply(Column.apply(x, how, MATMUL, True, a), how, MATMUL, False, b), x).sum()
-    counts = []
-    for half in (lambda: param.backward_input((0, 0), z, None), lambda: param.backward_weight((0, 0))):
-        with Meter() as meter:
-            half()
-        counts.append(sum(call.name == "_allgather_base_" for call in meter.collectives))
-    return counts
-
-
-def test_a_split_backward_gathers_the_output_gradient_twice(pool):
-    """For the inputs dZ, and X, which is recomputed; then both once more. (Without recomputation: the order below.)"""
-    assert pool.run(2, "test_tp:gathers_of_a_split_backward") == 2 * [[2, 2]]
-
-
 # ---- the order of events --------------------------------------------------------------------------------------------
 
 NAMES = {"mm": "matmul", "addmm_": "matmul+add", "_allgather_base_": "gather…", "_reduce_scatter_base_": "scatter…",
@@ -252,22 +224,21 @@ def traced(run, *args) -> tuple[str, object]:
 
 def order_of_layers(kind: str, pairs: int = 1) -> list[str]:
     """What pairs of a column and a row parallel layer do: forward, the whole backward, and a backward in two halves.
-    kind: "plain", "async" or a recipe of FP8, of which ranks have agreed on the weights' scales already."""
-    group, H = grids.everyone(), 128
+    kind: "plain", "async", "full" for recomputed pairs, or a recipe of FP8, of which ranks have agreed on the weights'
+    scales already."""
+    group, H, recompute = grids.everyone(), 128, Recompute(kind)
     how = TensorParallel(group, sequence=True, async_tp=kind == "async")
     mm = fp8.Fp8(FP8_RECIPES[kind], torch.float32, (group,), (group,)) if kind in FP8_RECIPES else MATMUL
-    weights = [parameter(spec, {"tp": group}, torch.float32) for i in range(pairs)
-               for spec in (Spec(f"up{i}", (4 * H, H), {"tp": 0}), Spec(f"down{i}", (H, 4 * H), {"tp": 1}))]
-    for matrix in weights:
-        matrix.data = torch.randn(matrix.shape)
-        if mm is not MATMUL:
-            mm.quantise_weight((matrix,))
+    ups, downs = ([weight(torch.randn(shape)) for _ in range(pairs)] for shape in ((2 * H, H), (H, 2 * H)))
+    for matrix in (*ups, *downs) if mm is not MATMUL else ():
+        mm.quantise_weight((matrix,))
     x = torch.randn(8, H, requires_grad=True)
 
     def forward():
         y = x
-        for up, down in zip(weights[::2], weights[1::2]):
-            y = Row.apply(torch.tanh(Column.apply(y, how, mm, True, up)), how, mm, False, down)
+        for up, down in zip(ups, downs):
+            y = recompute(lambda y, up=up, down=down: Row.apply(
+                torch.tanh(Column.apply(y, how, mm, True, up)), how, mm, False, down), y)
         return get_gradient_edge(y.sum())
 
     first, edge = traced(forward)
@@ -276,18 +247,19 @@ def order_of_layers(kind: str, pairs: int = 1) -> list[str]:
 
 
 def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_wait(pool):
-    """As in the file's docstring; the weights' half runs later."""
-    column_forward, row_forward = "gather… …done matmul", "matmul scatter… …done"
-    row_backward, column_backward = "gather… …done matmul matmul+add", "gather… matmul scatter… …done matmul+add …done"
-    for found in pool.run(2, "test_tp:order_of_layers", kind="plain"):
+    """As in the file's docstring. The weights' half runs later, and hides under each the gather of the next."""
+    forward = "gather… …done matmul matmul scatter… …done"  # column, row
+    backward = "gather… …done matmul matmul+add gather… matmul scatter… …done matmul+add …done"  # row, column
+    for found in pool.run(2, "test_tp:order_of_layers", kind="plain", pairs=2):
         assert found == [
-            f"{column_forward} {row_forward}", f"{row_backward} {column_backward}",
-            "gather… …done matmul matmul scatter… …done", "gather… gather… …done matmul+add …done matmul+add"]
+            f"{forward} {forward}", f"{backward} {backward}", f"{forward} {forward}",
+            "gather… " + 3 * "gather… …done matmul+add " + "…done matmul+add"]
 
 
-def test_deferred_weight_gradients_hide_the_gather_of_the_next(pool):
-    for *_, found in pool.run(2, "test_tp:order_of_layers", kind="plain", pairs=2):
-        assert found == "gather… " + 3 * "gather… …done matmul+add " + "…done matmul+add"
+def test_a_split_backward_of_a_recomputed_pair_gathers_the_output_gradient_twice(pool):
+    """For the inputs dZ, and X, which is recomputed; then both once more."""
+    for *_, inputs, weights in pool.run(2, "test_tp:order_of_layers", kind="full"):
+        assert (inputs.count("gather"), weights.count("gather")) == (2, 2)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -318,48 +290,44 @@ def test_fp8_hides_the_same_exchanges(pool, recipe):
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
-def losses(vocab: int, scale: float) -> dict[str, float]:
-    """Errors of the vocabulary parallel loss and its gradient, with and without z-loss, of logits of this scale."""
-    group, T, out = grids.everyone(), 40, {}
+def dense_loss(logits: torch.Tensor, labels: torch.Tensor, z: float) -> torch.Tensor:
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss + z * logits[labels >= 0].logsumexp(-1).square().sum()
+
+
+def losses(vocab: int, scale: float, z: float) -> list[float]:
+    """Errors of the vocabulary parallel loss and its gradient, of logits of this scale, and the loss of no label."""
+    group, T = grids.everyone(), 40
     logits = normal(2, T, vocab) * scale
     labels = torch.randint(vocab, (2, T), generator=torch.Generator().manual_seed(3))
     shards = [shard_slice(vocab, group.size, i) for i in range(group.size)]
     edges = torch.tensor([place for part in shards for place in (part.start, part.stop - 1)])
     labels[0, :len(edges)], labels[1, ::3], shard = edges, IGNORED, shards[group.rank]
-    for name, z in (("plain", 0.0), ("z", 0.01)):
-        mine = logits[..., shard].clone().requires_grad_()
-        loss = tp.cross_entropy(mine, labels, z, shard, group)
-        (3 * loss).backward()
-        dense = logits.clone().requires_grad_()
-        want = F.cross_entropy(dense.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        want = want + z * dense[labels >= 0].logsumexp(-1).square().sum()
-        (3 * want).backward()
-        out[name] = abs(loss.item() / want.item() - 1)
-        out["d " + name] = ((mine.grad - dense.grad[..., shard]).abs().max() / dense.grad.abs().max()).item()
-    nothing = tp.cross_entropy(logits[..., shard].requires_grad_(), torch.full_like(labels, IGNORED), z_loss=0.1,
-                               vocab=shard, group=group)
-    out["ignored"] = nothing.item()
-    return out
+    mine, dense = logits[..., shard].clone().requires_grad_(), logits.requires_grad_()
+    loss, want = tp.cross_entropy(mine, labels, z, shard, group), dense_loss(dense, labels, z)
+    (3 * loss).backward()
+    (3 * want).backward()
+    error = (mine.grad - dense.grad[..., shard]).abs().max() / dense.grad.abs().max()
+    nothing = tp.cross_entropy(mine, torch.full_like(labels, IGNORED), z, shard, group)
+    return [abs(loss.item() / want.item() - 1), error.item(), nothing.item()]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n):
-    cases = [dict(vocab=vocab, scale=scale) for vocab in (97, 257) for scale in (1.0, 1e4)]
+    cases = [dict(vocab=vocab, scale=scale, z=z) for vocab in (97, 257) for scale in (1.0, 1e4) for z in (0.0, 0.01)]
     for errors in chain(*for_each(pool, n, "test_tp:losses", cases)):
-        assert max(errors.values()) < 1e-12, errors
+        assert max(errors) < 1e-12, errors
 
 
-def fused_head(sequence: bool, without: int) -> tuple:
+def fused_head(sequence: bool, without: int, x: torch.Tensor, table: torch.Tensor, labels: torch.Tensor) -> tuple:
     """Loss in training and in evaluation, dx and dW of this rank's part of a head by the kernel, which does not run on
     rank `without`."""
-    group, T, V, labels = grids.everyone(), 10, 37, torch.arange(10) * 3
-    part, how = shard_slice(T, group.size, group.rank), TensorParallel(group, sequence)
-    labels[4] = IGNORED
+    group = grids.everyone()
+    how = TensorParallel(group, sequence)
     kernel = Broken("cross_entropy_kernel") if group.rank == without else kernels.cross_entropy_kernel
     head = tp.VocabParallelHead(partial(parameter, groups={"tp": group}, dtype=torch.float32),
-                                Spec("head", (V, 8), {"tp": 0}), z_loss=0.1)
-    head.weight.data = normal(V, 8, seed=1)[head.weight.box].float()
-    x = normal(T, 8, seed=2).float()[part if sequence else slice(None)].requires_grad_()
+                                Spec("head", table.shape, {"tp": 0}), z_loss=0.1)
+    head.weight.data, x = table[head.weight.box].float(), x[own_tokens(how, len(x))].float().requires_grad_()
     with (patch.object(tp, "uses_kernels", lambda x: True), patch.object(kernels, "failed", {}),
           patch.object(kernels, "cross_entropy_kernel", kernel),
           patch.dict(kernels.linear_cross_entropy.__kwdefaults__, chunk=4)):  # so there are three chunks of tokens
@@ -373,16 +341,16 @@ def fused_head(sequence: bool, without: int) -> tuple:
 @pytest.mark.parametrize("sequence, without", [(False, -1), (True, -1), (True, 1)])
 def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence, without):
     """The vocabulary in uneven parts; also where the kernel of one rank does not run."""
-    labels = torch.arange(10) * 3
-    labels[4] = IGNORED
-    x, table = normal(10, 8, seed=2).requires_grad_(), normal(37, 8, seed=1).requires_grad_()
-    plain = F.cross_entropy(x @ table.t(), labels, ignore_index=IGNORED, reduction="sum")
-    loss = plain + 0.1 * (x @ table.t()).logsumexp(-1).square()[labels >= 0].sum()
-    dx, dw = torch.autograd.grad(3 * loss, [x, table])
-    losses, evaluated, *grads = zip(*pool.run(2, "test_tp:fused_head", sequence=sequence, without=without))
+    given = dict(x=normal(10, 8, seed=2), table=normal(37, 8, seed=1), labels=torch.arange(10) * 3)
+    given["labels"][4] = IGNORED
+    results = pool.run(2, "test_tp:fused_head", sequence=sequence, without=without, **given)
+    losses, evaluated, dx, dw = zip(*results)
+    x, table = given["x"].requires_grad_(), given["table"].requires_grad_()
+    loss, plain = (dense_loss(x @ table.t(), given["labels"], z) for z in (0.1, 0))
+    wanted = torch.autograd.grad(3 * loss, [x, table])
     assert losses == pytest.approx(2 * (loss.item(),), rel=1e-5)
     assert evaluated == pytest.approx(2 * (plain.item(),), rel=1e-5)
-    for whole, want in zip([torch.cat(grads[0]) if sequence else torch.stack(grads[0]), torch.cat(grads[1])], (dx, dw)):
+    for whole, want in zip([torch.cat(dx) if sequence else torch.stack(dx), torch.cat(dw)], wanted):
         assert (whole - want).abs().max() < 1e-5 * want.abs().max()
 
 
@@ -394,12 +362,11 @@ def step(flags: str) -> dict:
     groups, model, optimizer = grids.build(settings)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, groups["cp"].rank)
-    longest, copies, exchange = 0, 0, ep.exchange_counts
+    longest, exchange = 0, ep.exchange_counts
 
     def counted(*args):
-        nonlocal copies
         splits = exchange(*args)
-        copies += sum(splits[0])
+        copies.append(sum(splits[0]))
         return splits
 
     def see(function, args, kwargs, out):
@@ -415,15 +382,16 @@ def step(flags: str) -> dict:
         meter.label("other", *model.angles_in_sequence(tokens.shape[1], tokens.device))  # the formula has them
         if arena := model.recompute.arena:
             meter.label("arena", arena.shards, arena.whole)
-        copies = 0
+        copies = []
         with meter, Watch(see), patch.object(ep, "exchange_counts", counted):
             ahead = dict(next_tokens=tokens, next_labels=labels) if settings.model.mtp else {}
             loss = model(tokens, positions, labels=labels, aux_loss_scale=0.5, **ahead)
             saved = meter.settled()
             loss.sum().backward()
+        optimizer.finish_step()
     return dict(
         calls=meter.collectives, flops=meter.flops, longest=longest,
-        saved=saved["other"] + saved["arena"] - loss.nbytes, copies=copies,
+        saved=saved["other"] + saved["arena"] - loss.nbytes, copies=sum(copies),
         grads=[bucket.grad.clone() for bucket in optimizer.buckets], formula=activation_bytes(settings, 8))
 
 
@@ -438,25 +406,21 @@ LAYER = {  # how often a layer sends all activations
     "--recompute full --sp off": {SUMS: 4 + 1}}
 
 
-def sent_by_a_layer() -> dict[str, Counter]:
-    """How often which collective, and of how many bytes, is in a step of three layers, but not in one of two."""
-    def calls(flags: str) -> Counter:
-        return Counter((call.name, call.bytes) for call in step(f"--tp 2 {flags}")["calls"]
-                       if len(call.shape) == 2 and call.shape[0] > 2)
-    return {flags: calls(f"{flags} --layers 3") - calls(f"{flags} --layers 2") for flags in LAYER}
-
-
 def test_a_layer_sends_what_the_papers_say(pool):
-    nbytes = 2 * 24 * 48 * 8  # T H in fp64
-    for found in pool.run(2, "test_tp:sent_by_a_layer"):
-        assert found == {flags: {(name, nbytes): count for name, count in calls.items()}
-                         for flags, calls in LAYER.items()}
+    """Whatever is in a step of three layers, but not in one of two."""
+    def sent(step: dict) -> Counter:
+        return Counter((call.name, call.bytes) for call in step["calls"] if len(call.shape) == 2 and call.shape[0] > 2)
+
+    found = for_each(pool, 2, "test_tp:step", [
+        dict(flags=f"--tp 2 {flags} --layers {layers}") for flags in LAYER for layers in (2, 3)])
+    for calls, *steps in zip(LAYER.values(), found[::2], found[1::2]):
+        for two, three in zip(*steps):
+            assert sent(three) - sent(two) == {(name, 2 * 24 * 48 * 8): count for name, count in calls.items()}  # T H
 
 
 def sampled(flags: str) -> tuple[torch.Tensor, int]:
     """Text of a model, continued, and how many tokens its routers have counted."""
-    settings = config.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(),
-                            dist.get_world_size() if dist.is_initialized() else 1)
+    settings = config.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
     _, model, optimizer = grids.build(settings)
     for bucket in optimizer.buckets:
         bucket.master.mul_(10)  # or all logits are alike
@@ -490,34 +454,31 @@ def steps(pool, n: int, flags: str) -> list[tuple]:
     return for_each(pool, n, "test_tp:step", [dict(flags=f"{flags} --recompute {mode}") for mode in MODES])
 
 
-@pytest.mark.parametrize("attention", ["auto", pytest.param("math", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n, flags", [
-    (1, ""), (1, "--mtp"), (2, "--qkv-bias"), (2, LATENT), (2, "--kv-heads 1 --qk-norm --sp off"),
-    (2, f"{LATENT} --q-lora-rank 0 --v-head-dim 10 --sp off"),
-    *slow((1, "--qk-norm"), (2, "--mtp"), (1, LATENT), (4, "--kv-heads 2"), (8, "--kv-heads 2"))])
-def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(pool, n, flags, attention):
-    """To the byte, as storages that live between forward and backward; recomputation adds the FLOPs that it says."""
-    model = config.parse(f"{SHAPE} {flags}".replace("--sp off", "").split()).model
-    layer = llama_layer(model, 24, LayerOptions(8, n, attention))
+KEPT = ["--tp 1", "--mtp", "--tp 2 --qkv-bias", f"--tp 2 {LATENT}", "--tp 2 --kv-heads 1 --qk-norm --sp off",
+        f"--tp 2 {LATENT} --q-lora-rank 0 --v-head-dim 10 --sp off",
+        "--cp 2", "--cp 2 --tp 2 --cp-style ring", f"--cp 2 {LATENT}", "--cp 2 --cp-style ulysses"]
+RARELY = ["--qk-norm", "--tp 2 --mtp", LATENT, "--tp 4 --kv-heads 2", "--tp 8 --kv-heads 2", "--cp 2 --cp-style ring",
+          "--cp 4 --cp-style ring", "--cp 4 --cp-style ring --cp-ulysses 2", "--cp 4 --kv-heads 2 --cp-style ulysses"]
+
+
+@pytest.mark.parametrize("flags", [*KEPT, *slow(*RARELY, *(
+    f"{flags} --attention math" for flags in KEPT + RARELY if "ulysses" not in flags))])
+def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(pool, flags):
+    """To the byte, as storages that live between forward and backward; recomputation adds the FLOPs that it says: where
+    ranks gather latents, each makes keys and values of all tokens twice."""
+    grid = {name: int(n) for name, n in re.findall(r"--(cp|tp) (\d)", flags)}
+    n, attention = math.prod(grid.values()), "math" if "math" in flags else "auto"
+    model = config.parse(f"{SHAPE} {flags}".split(), n).model
+    layer = llama_layer(model, 24, LayerOptions(8, attention=attention, **grid))
     divided = not (model.mtp or model.kv_heads % n or model.kv_lora_rank and "--sp off" in flags)  # all of its matmuls
-    for plain, *others in zip(*steps(pool, n, f"--tp {n} --vocab 320 --attention {attention} {flags}")):
-        for seen, mode in zip((plain, *others), MODES):
-            assert seen["saved"] == seen["formula"]
-            assert all(torch.equal(a, b) for a, b in zip(plain["grads"], seen["grads"]))
-            if mode != "none" and divided:
-                assert seen["flops"] - plain["flops"] == 2 * 48 * recomputed_flops(layer, mode) / n
-
-
-@pytest.mark.parametrize("n, flags", [(2, "--cp 2"), (4, "--cp 2 --tp 2 --cp-style ring"),
-                                      (2, "--cp 2 --cp-style ulysses"), (2, f"--cp 2 {LATENT}"),
-                                      *slow((2, "--cp 2 --cp-style ring --attention math"),
-                                            (4, "--cp 4 --cp-style ring --attention math"),
-                                            (4, "--cp 4 --cp-style ring --cp-ulysses 2"),
-                                            (4, "--cp 4 --kv-heads 2 --cp-style ulysses"))])
-def test_a_context_parallel_rank_keeps_its_part(pool, n, flags):
     few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
-    for seen in chain(*steps(pool, n, f"--vocab 320 {flags}")):
-        assert seen["formula"] <= seen["saved"] <= seen["formula"] + few
+    at_once = "cp" not in grid  # blocks compute fewer scores
+    for plain, *others in zip(*steps(pool, n, f"--vocab 320 {flags}")):
+        for seen, mode in zip((plain, *others), MODES):
+            assert seen["formula"] <= seen["saved"] <= seen["formula"] + few
+            assert all(torch.equal(a, b) for a, b in zip(plain["grads"], seen["grads"]))
+            if divided and (at_once and mode != "none" or attention == "auto" and mode == "selective"):
+                assert seen["flops"] - plain["flops"] == 2 * 48 * recomputed_flops(layer, mode) / n
 
 
 @pytest.mark.parametrize("n, flags", [(1, "--router sigmoid"), (2, "--ep 2"),
@@ -526,25 +487,15 @@ def test_a_context_parallel_rank_keeps_its_part(pool, n, flags):
 def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags):
     """On average, as some get more tokens than others; besides, with full recomputation coefficients of losses, a few
     numbers a layer, and three for each copy of a token that is sent beyond those that random choices make."""
-    words = flags.split()
-    tp, ep, dense = (int(words[words.index(flag) + 1]) if flag in words else default
-                     for flag, default in (("--tp", 1), ("--ep", 1), ("--dense-layers", 0)))
-    found = steps(pool, n, f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 {flags}")
-    for mode, seen in zip(MODES, found, strict=True):
-        few = (2 - dense) * (2 + 1) * (8 + 1) * 8 * (mode == "full")  # layers; sequences, padding; experts, z
+    flags = f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 {flags}"
+    settings = config.parse(f"{SHAPE} {flags}".split(), n)
+    model, ep, layers = settings.model, settings.grid.ep, 2 - settings.model.dense_layers
+    for mode, seen in zip(MODES, steps(pool, n, flags), strict=True):
+        few = layers * (2 + 1) * (8 + 1) * 8 * (mode == "full")  # sequences, padding; experts, z
         saved, formula, copies = (sum(rank[what] for rank in seen) / n for what in ("saved", "formula", "copies"))
         if ep > 1:
-            tokens = 2 * 24 // tp
-            few += 24 * (copies - (2 - dense) * tokens * copies_per_token(config.Model(experts=8, top_k=2), ep))
+            few += 24 * (copies - layers * 2 * 24 // settings.grid.tp * copies_per_token(model, ep))
         assert saved == pytest.approx(formula + few, abs=1)
-
-
-def test_a_rank_that_gathers_latents_makes_keys_and_values_of_all_tokens(pool):
-    """So selective recomputation makes them twice; what the planner says, to the operation."""
-    plain, again, _ = (ranks[0]["flops"] for ranks in steps(pool, 2, f"--cp 2 {LATENT}"))
-    model = config.parse(f"{SHAPE} {LATENT}".split()).model
-    layer = llama_layer(model, 24, LayerOptions(8, cp=2))
-    assert again - plain == 2 * 24 * recomputed_flops(layer, "selective") == 2 * 48 * 2 * 11 * 8 * (6 + 9)
 
 
 # ---- by symmetric memory ---------------------------------------------------------------------------------------------
@@ -552,23 +503,21 @@ def test_a_rank_that_gathers_latents_makes_keys_and_values_of_all_tokens(pool):
 def by_operators() -> list[bool]:
     """Whether results, and the bytes counted, are those of the ring when torch's operators are asked, of which CPUs
     have only what torch computes the shapes with."""
-    group, generator = grids.everyone(), torch.Generator().manual_seed(dist.get_rank())
-    n = group.size
-    x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 8), (6 * n, 10)))
-    wide, narrow = (torch.randn(shape, dtype=torch.float64).t() for shape in ((12, 8), (14, 10)))
+    group = grids.everyone()
+    x, y = normal(6, 8, seed=group.rank), normal(6 * group.size, 10, seed=group.rank)
+    wide, narrow = normal(12, 8).t(), normal(14, 10).t()
 
-    def both() -> tuple[list[torch.Tensor], dict]:
+    def both() -> tuple[tuple[torch.Tensor, ...], dict]:
         collectives.sent.clear()
-        product, gathered = tp.all_gather_matmul(x, wide, group)
-        return [product, gathered, tp.matmul_reduce_scatter(y, narrow, group)], collectives.sent.copy()
+        products = *tp.all_gather_matmul(x, wide, group), tp.matmul_reduce_scatter(y, narrow, group)
+        return products, collectives.sent.copy()
 
     want, sent = both()
-    library = torch.library.Library("symm_mem", "IMPL")
-    library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
-    library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
-    with patch.object(tp, "uses_kernels", lambda x: True), patch.object(tp, "shift", None):
+    with (torch.library._scoped_library("symm_mem", "IMPL") as library, patch.object(tp, "shift", None),
+          patch.object(tp, "uses_kernels", lambda x: True)):
+        library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
         got, got_sent = both()
-    library._destroy()
     same = [torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(want, got, strict=True)]
     return [*same, got_sent == sent]
 
