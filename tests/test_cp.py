@@ -27,9 +27,9 @@ from param import acc_dtype
 from run import device
 from run.data import MicroBatch
 from run.meter import Meter
+from test_tp import normal
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
-KERNELS = {"sdpa": SDPA, "math": MATH}
 BLOCK_STYLES = [style for style in CP_STYLES if style != "ulysses"]
 
 
@@ -49,11 +49,8 @@ def own_positions(seq: int, c: int, i: int) -> torch.Tensor:
 def attention_of(style: str, mask: Mask, kernel: AttentionKernel):
     """Attention of a job's ranks, which are all context parallel. style: "ring", or with --cp-ulysses 2 "ring 2"."""
     name, _, near = style.partition(" ")
-    groups, c = {"cp": everyone()}, dist.get_world_size()
-    if near:
-        grid = config.Grid(dp=1, cp=c, cp_style=name, cp_ulysses=int(near))
-        groups = build_groups(grid, config.Model())
-    return context_parallel(groups, name, S, mask, kernel)
+    grid = config.Grid(dp=1, cp=dist.get_world_size(), cp_style=name, cp_ulysses=int(near or 1))
+    return context_parallel(build_groups(grid, config.Model()), name, S, mask, kernel)
 
 
 # ---- who has which tokens -------------------------------------------------------------------------------------------
@@ -272,31 +269,47 @@ def test_blocks_of_windows_and_documents_cover_every_visible_score_once(c, style
         assert sum(map(len, steps)) <= (2 if window or style == "latents" else 1)
 
 
-@pytest.mark.parametrize("style", BLOCK_STYLES)
-def test_no_mask_of_rows_x_columns_is_computed_to_find_them(style):
+@pytest.mark.parametrize("style", STYLES)
+def test_documents_are_read_on_the_host_alone_and_no_mask_of_rows_x_columns_is_computed(style):
+    """They stay there, and no copy of them is asked for what it holds."""
     seq, documents = 2048, torch.arange(2048)[None] // 700
+    batch = MicroBatch(documents, documents, documents, documents).to(torch.device("meta"), documents=False)
+    assert batch.tokens.is_meta and batch.positions.is_meta and torch.equal(batch.documents, documents)
+    steps = cp.visible_blocks(STYLES[style], seq, 2, 1, mask_of(documents), "meta")
+    assert all(x.is_meta for blocks in steps for block in blocks for x in block.mask.documents)
     with Meter() as meter:
         cp.visible_blocks(STYLES[style], seq, 2, 1, mask_of(documents))
-    assert meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4
-    assert meter.peak["other"] >= seq * 8  # copies of the documents themselves
+    assert seq * 8 <= meter.peak["other"] < 10 * seq * 8 < (seq // 2) ** 2 / 4  # at least copies of the documents
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
 
-def inputs(dtype, scale=1.0):
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
     """q, k, v and a gradient of what comes out; logits are `scale` times as large as random ones."""
-    generator = torch.Generator().manual_seed(5)
+    q, k, v, do = (normal(B, heads, S, D, seed=seed) for seed, heads in enumerate((N, K, K, N)))
+    return [x.to(dtype) for x in (q * scale, k, v, do)]
 
-    def random(heads, factor=1.0):
-        return (torch.randn(B, heads, S, D, generator=generator, dtype=torch.float64) * factor).to(dtype)
-    return random(N, scale), random(K), random(K), random(N)
+
+def own_inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple:
+    """Those of this rank's tokens, and where they are."""
+    mine = own_positions(S, dist.get_world_size(), dist.get_rank())
+    q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(dtype, scale))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do, mine
+
+
+def unrounded(function):
+    """Of bf16 it makes fp32."""
+    return lambda *given: tuple(x.float() for x in function(*(
+        x.double() if isinstance(x, torch.Tensor) else x for x in given)))
+
+
+KERNELS = {"sdpa": SDPA, "math": MATH,
+           "unrounded": AttentionKernel(None, unrounded(MATH.forward), unrounded(MATH.backward))}
 
 
 def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, mask: Mask = CAUSAL) -> tuple:
     """o, dq, dk, dv of this rank's tokens, and where they are."""
-    mine = own_positions(S, dist.get_world_size(), dist.get_rank())
-    q, k, v, do = (x[:, :, mine] for x in inputs(dtype, scale))
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    q, k, v, do, mine = own_inputs(dtype, scale)
     o = attention_of(style, mask, KERNELS[kernel])(q, k, v)
     o.backward(do)
     return o.detach(), q.grad, k.grad, v.grad, mine
@@ -328,6 +341,13 @@ def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask:
     return [o, dq, *cp.by_head(dkv)]
 
 
+def at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, mask: Mask) -> list[torch.Tensor]:
+    """o, dq, dk, dv in fp64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    o, _ = dense_attention(*leaves, mask)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do.double())]
+
+
 CUDNN = AttentionKernel(None, gpu_forward, gpu_backward)
 
 
@@ -342,16 +362,12 @@ def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, de
     if device == "cuda":
         import flash
         kernels.append(AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward))
-    generator, seq = torch.Generator().manual_seed(5), 256
-    q, k, v, do = (torch.randn(2, heads, seq, 64, generator=generator).to(dtype) for heads in (8, 2, 2, 8))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want, _ = dense_attention(*leaves, CAUSAL)
-    want = want.detach(), *torch.autograd.grad(want, leaves, do.double())
+    q, k, v, do = (normal(2, heads, 256, 64, seed=seed).to(dtype) for seed, heads in enumerate((8, 2, 2, 8)))
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
     for kernel in kernels:
         found = by_pieces(style, kernel, 4, *(x.to(device) for x in (q, k, v, do)))
-        for ours, exact in zip(found, want):
-            bound = 1e-5 if dtype == torch.float32 else 2e-2
-            assert (ours.double().cpu() - exact).abs().max() < bound * exact.abs().max()
+        for ours, want in zip(found, at_once(q, k, v, do, CAUSAL)):
+            assert (ours.double().cpu() - want).abs().max() < bound * want.abs().max()
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -407,10 +423,7 @@ def put_together(results: list[tuple]) -> list[torch.Tensor]:
 
 @cache
 def exact(scale=1.0, documents=False, window=0) -> list[torch.Tensor]:
-    *leaves, do = inputs(torch.float64, scale)
-    q, k, v = (x.requires_grad_() for x in leaves)
-    o, _ = dense_attention(q, k, v, mask_of(documents_of(S) if documents else None, window))
-    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+    return at_once(*inputs(torch.float64, scale), mask_of(documents_of(S) if documents else None, window))
 
 
 CASES = [(kernel, scale, documents, window) for documents in (False, True) for kernel, scale, window in (
@@ -460,18 +473,6 @@ def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D,
     assert called[4:] == ["math", "math"]  # what neither operator takes
 
 
-def unrounded_forward(q, k, v, mask):
-    return tuple(x.float() for x in MATH.forward(q.double(), k.double(), v.double(), mask))
-
-
-def unrounded_backward(*tensors_and_mask):
-    *tensors, mask = tensors_and_mask
-    return tuple(x.float() for x in MATH.backward(*(x.double() for x in tensors), mask))
-
-
-KERNELS["unrounded"] = AttentionKernel(None, unrounded_forward, unrounded_backward)  # of bf16 it makes fp32
-
-
 @pytest.mark.parametrize("style", BLOCK_STYLES)
 def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
     """So each number is half a unit in the last place off, given that backward reads the rounded result."""
@@ -486,9 +487,7 @@ def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
 # ---- what is sent, what is saved, and when --------------------------------------------------------------------------
 
 def metered(style: str, dtype: torch.dtype = torch.float32) -> dict:
-    mine = own_positions(S, dist.get_world_size(), dist.get_rank())
-    q, k, v, do = (x[:, :, mine].contiguous() for x in inputs(dtype))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    q, k, v, do, _ = own_inputs(dtype)
     meter, out = Meter(), {}
 
     def attend_at_once(q, k, v, mask):
@@ -544,29 +543,25 @@ def test_of_two_exchanges_each_sends_its_own_bytes(pool, style, c):
         assert seen["sent backward"] == {"cp_heads": heads, "cp_keys": keys * 8}
 
 
-def gathered_latents() -> tuple:
-    """Latents of all tokens, as this rank has gathered them; gradients of its own ones, where they are, and what it
-    sent each way."""
+def gathered_latents(whole: torch.Tensor, grads: list[torch.Tensor]) -> tuple:
+    """Latents of all tokens, as this rank has gathered them; gradients of its own ones, given those of what each rank
+    has gathered; where they are, and what it sent each way."""
     group, sent = everyone(), []
     mine = own_positions(S, group.size, group.rank)
-    latents = whole_latents()[:, mine].requires_grad_()
+    latents = whole[:, mine].requires_grad_()
     collectives.sent.clear()
-    whole = cp.gather_tokens(latents, group)
+    gathered = cp.gather_tokens(latents, group)
     sent.append(collectives.sent.pop(group.axis))
-    whole.backward(whole_latents(group.rank))
-    return whole.detach(), latents.grad, mine, [*sent, collectives.sent.pop(group.axis, 0)]
-
-
-def whole_latents(seed: int = 9) -> torch.Tensor:
-    return torch.randn(B, S, 1, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gathered.backward(grads[group.rank])
+    return gathered.detach(), latents.grad, mine, [*sent, collectives.sent.pop(group.axis, 0)]
 
 
 @pytest.mark.parametrize("c", [2, 3])
 def test_ranks_gather_latents_and_no_heads(pool, c):
     """(c-1) s R e bytes each way; gradients of all ranks are summed. tests/test_grids.py attends to them."""
-    total = sum(map(whole_latents, range(c)))
-    for whole, grad, mine, sent in pool.run(c, "test_cp:gathered_latents"):
-        assert torch.equal(whole, whole_latents()) and (grad - total[:, mine]).abs().max() < 1e-12
+    whole, *grads = (normal(B, S, 1, 7, seed=seed) for seed in range(1 + c))
+    for gathered, grad, mine, sent in pool.run(c, "test_cp:gathered_latents", whole=whole, grads=grads):
+        assert torch.equal(gathered, whole) and (grad - sum(grads)[:, mine]).abs().max() < 1e-12
         assert sent == 2 * [(c - 1) * B * S // c * 7 * 8]
 
 
@@ -584,29 +579,12 @@ def test_keys_and_values_made_of_latents_are_not_copied():
 
 
 def order_of_events(style: str) -> list[str]:
-    mine = own_positions(S, dist.get_world_size(), dist.get_rank())
-    q, k, v, do = (x[:, :, mine] for x in inputs(torch.float64))
+    q, k, v, do, _ = own_inputs(torch.float64)
     with in_order((cp, "shift", "send"), (cp, "all_gather", "send"), waits("wait")) as events:
         kernel = SDPA._replace(forward=noted(events, SDPA.forward, "forward"),
                                backward=noted(events, SDPA.backward, "backward"))
-        attention_of(style, CAUSAL, kernel)(q.requires_grad_(), k, v).backward(do)
+        attention_of(style, CAUSAL, kernel)(q, k, v).backward(do)
     return events
-
-
-def test_own_keys_are_used_while_all_are_gathered(pool):
-    for seen, rest in zip(pool.run(3, "test_cp:order_of_events", style="allgather"), (1, 2, 1)):  # blocks of others
-        assert seen == [event for kind in ("forward", "backward")
-                        for event in ("send", "send", kind, "wait", "wait", *[kind] * rest)]
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_documents_are_read_on_the_host_alone(style):
-    """They stay there, and no copy of them is asked for what it holds."""
-    documents = documents_of(S)
-    batch = MicroBatch(documents, documents, documents, documents).to(torch.device("meta"), documents=False)
-    assert batch.tokens.is_meta and batch.positions.is_meta and torch.equal(batch.documents, documents)
-    steps = cp.visible_blocks(STYLES[style], S, 4, 1, mask_of(documents), "meta")
-    assert all(x.is_meta for blocks in steps for block in blocks for x in block.mask.documents)
 
 
 def test_keys_are_sent_while_those_before_them_are_used(pool):
@@ -615,3 +593,6 @@ def test_keys_are_sent_while_those_before_them_are_used(pool):
         forward = ["send", "forward", "wait", "send", "forward", "wait", "forward"]
         backward = ["send", "backward", "wait", "send", "backward", "send", "wait", "backward", "wait", "send", "wait"]
         assert seen == forward + backward
+    for seen, rest in zip(pool.run(3, "test_cp:order_of_events", style="allgather"), (1, 2, 1)):  # blocks of others
+        assert seen == [event for kind in ("forward", "backward")
+                        for event in ("send", "send", kind, "wait", "wait", *[kind] * rest)]
