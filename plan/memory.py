@@ -58,11 +58,11 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
 
     def bytes_per_token(number: int) -> float:
         layer = llama_layer(model, seq, options, number)
-        if near > 1:  # also saved: the output before its all-to-all, and kv heads repeated until `near` divides them
+        if near > 1:  # also saved: kv heads repeated until `near` divides them; fused, the output before its all-to-all
             kv_heads = max(model.kv_heads // tp, 1)  # per rank
-            repeated = 2 * tp * kv_heads * (near // gcd(near, kv_heads) - 1)
-            layer["attention_by_heads"] = Activation((model.heads + repeated) * model.head_dim * element, "selective",
-                                                     "tp")
+            heads = 2 * tp * kv_heads * (near // gcd(near, kv_heads) - 1)
+            heads += model.heads if options.attention != "math" else 0
+            layer["attention_by_heads"] = Activation(heads * model.head_dim * element, "selective", "tp")
         return saved_bytes(layer, recompute, tp, sp or recompute == "full")  # checkpoints are always sharded
 
     stages = stages or [range(model.blocks)]
