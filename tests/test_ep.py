@@ -248,6 +248,13 @@ def test_rows_are_summed_in_a_fixed_order(pool):
         assert set(seen) <= {(B * S, 8)}
 
 
+def test_a_route_keeps_what_it_has_and_not_the_table_that_it_is_sorted_in():
+    """Of 5 tokens with 3 destinations each, 4 copies go to ranks 0 and 1."""
+    table = torch.tensor([[0, 1, -1], [-1, 2, -1], [1, 7, -1], [-1, -1, -1], [0, 2, 9]])
+    copies = ep.sort_copies(table, 2, 4)
+    assert copies.cells.tolist() == [0, 12, 1, 6] and copies.cells.untyped_storage().nbytes() == copies.cells.nbytes
+
+
 def test_a_choice_that_is_not_counted_is_noticed():
     """Of 2 tokens that choose 2 experts each."""
     assert ep.exchange_counts(torch.tensor([[2, 3, 1]]), 2, 2, ALONE) == ([2], [2], [3, 1])

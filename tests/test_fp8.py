@@ -12,6 +12,7 @@ from unittest.mock import patch
 os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py defines its kernels
 
 import grids
+import pairs
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ from run.data import open_samples
 from run.meter import Meter
 from run.sampling import sample
 from test_tp import PairOfLayers, normal, weight
-from tp import Column, Row, TensorParallel
+from tp import MATMUL, Column, Row, TensorParallel
 
 FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # bits of mantissa, exponent of the smallest normal, largest
 
@@ -509,6 +510,8 @@ for name, recipe in config.FP8_RECIPES.items():
     ("--fp8 blockwise", "--head-dim is 64 .* multiple of 128"), ("--fp8 blockwise --head-dim 64", "--ffn is 352"),
     ("--fp8 tensorwise --ffn 360", "--ffn is 360 on a rank of --tp 1, and must be a multiple of 16"),
     ("--fp8 blockwise --head-dim 64 --experts 4 --expert-ffn 100", "--expert-ffn is 100"),
+    *((f"--fp8 blockwise --hidden 512 --ffn 512 --heads 8 --kv-heads {n} --head-dim 64 --tp 2",
+       "--kv-heads x --head-dim is 64 on a rank of --tp 2") for n in (1, 2)),  # which have copies, and shards
 ])
 def test_extents_that_fp8_matmuls_do_not_take_are_refused(flags, line):
     with pytest.raises(ValueError, match=f"^.*{line}.*$"):
@@ -540,6 +543,28 @@ def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
             "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")}
         kinds = costs.layer_kinds(settings)  # those that plan/ takes for equal
         assert {kinds[layer] for layer in layers}.isdisjoint(kinds[layer] for layer in {*range(5)} - {*layers})
+
+
+def test_latents_are_made_in_16_bits():
+    """The matrices of what is narrow, which no tensor parallel rank has a part of; those that read them are in FP8."""
+    settings = config.parse(f"{MODEL} --dtype bf16 --fp8 blockwise {pairs.WIDE_LATENT} --layers 1".split())
+    attention = grids.build(settings)[1].blocks["0"].attention
+    assert attention.to_latents.mm is MATMUL
+    assert {type(linear.mm) for linear in (attention.q_up, attention.kv_up, attention.out)} == {Fp8}
+
+
+def test_at_level_3_no_fp8_weights_are_kept():
+    """Of experts neither: as long as they are gathered alone."""
+    assert [steps(f"{ONE} {MOE} --zero {zero}", "tensorwise")["cached"] > 0 for zero in (0, 3)] == [True, False]
+
+
+def test_weight_gradients_are_added_to_fp32_without_being_rounded():
+    x, w, dy = (normal(*shape, seed=seed).bfloat16() for seed, shape in enumerate(((256, 128), (128, 128), (256, 128))))
+    w, total = weight(w), torch.zeros(128, 128)
+    w.sink = SimpleNamespace(main_grad=lambda weight: total)
+    mm = Fp8(FP8_RECIPES["blockwise"], torch.bfloat16)
+    Column.apply(x.requires_grad_(), TensorParallel(), mm, True, w).backward(dy)
+    assert (total != total.bfloat16()).float().mean() > 0.9
 
 
 def test_text_is_sampled_without_fp8():

@@ -102,21 +102,23 @@ def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
     assert moved <= (n - 1) / n * sum(math.prod(matrix.shape) for matrix in muon.matrices)
 
 
-def sent_for_matrices(grid: str) -> tuple[int, int]:
+def sent_for_matrices(grid: str, dtype: str) -> tuple[int, int]:
     """(bytes that this rank sends in an update, elements of all matrices of the model)"""
-    groups, model, optimizer, share = ready(f"{grid} --optimizer muon")
+    groups, model, optimizer, share = ready(f"{grid} --optimizer muon", dtype)
     train.forward_backward(model, optimizer, share, groups)
     sent.clear()
     optimizer.step(0.01)
     return sent["muon"], sum(math.prod(matrix.shape) for matrix in optimizer.muon.matrices)
 
 
-@pytest.mark.parametrize("grid, least, most", [("--micro-batch 12 --tp 4", 2, 2), ("--micro-batch 6 --zero 1", 0.1, 2),
-                                               ("--micro-batch 6", 4, 4)])
-def test_a_matrix_is_sent_to_its_owner_and_back(pool, grid, least, most):
+@pytest.mark.parametrize("grid, dtype, least, most", [
+    ("--micro-batch 12 --tp 4", "fp64", 2, 2), ("--micro-batch 12 --tp 4", "fp32", 1, 1),
+    ("--micro-batch 12 --tp 4", "bf16", 0.5, 0.5), ("--micro-batch 6 --zero 1", "fp64", 0.1, 2),
+    ("--micro-batch 6", "fp64", 4, 4)])
+def test_a_matrix_is_sent_to_its_owner_and_back(pool, grid, dtype, least, most):
     """2 (n-1)/n of it, less if its owner is chosen because most of the matrix is there already; at level 0 n-1 of it,
     from the owner to all."""
-    results, n = pool.run(4, "test_muon:sent_for_matrices", grid=grid), 4
+    results, n = pool.run(4, "test_muon:sent_for_matrices", grid=grid, dtype=dtype), 4
     nbytes, elements = sum(nbytes for nbytes, _ in results), results[0][1]
     assert least <= nbytes / ((n - 1) / n * elements * 8) <= most
 

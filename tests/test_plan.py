@@ -409,7 +409,8 @@ def test_exchanges_hide_as_far_as_there_is_time():
 
 
 @pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf),
-                                           ("--zero 1 --dp 2 --cp 2", 4), ("--zero 1 --dp-replicate 2", 2)])
+                                           ("--zero 1 --dp 2 --cp 2", 4), ("--zero 1 --dp-replicate 2", 2),
+                                           ("--zero 0 --no-tied --mtp", 1)])
 def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
     """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
     run = run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")
