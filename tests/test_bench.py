@@ -77,69 +77,63 @@ def test_clocks_are_medians_of_busy_samples_since_the_last_row(tmp_path):
 result = partial(Result, 1.0, report="many kernels")  # what a row's process calls, which need not import this file
 
 
-def test_rows_that_were_cut_short_are_measured_again(tmp_path):
-    bench_rows.write_outcome(str(tmp_path), Row("whole", result), Result(1.0), "1650 MHz", 2.0)
-    with open(tmp_path / "rows.jsonl", "a") as file:
-        file.write('{"row": "of another version", "clock": ""}\n{"row": "cut sho')
-    assert bench_rows.read_outcomes(str(tmp_path)) == {"whole": (Result(1.0), "1650 MHz")}
-
-
-def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ended(tmp_path, capsys):
-    """Rows for which no time was left are measured the next time, and those alone."""
-    def measure(rows: list[Row], **limits: float) -> tuple[list[str], str]:
-        """(of each row its time in ms, or the failure; the last line printed)"""
+def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ended(tmp_path):
+    """Rows for which no time was left, or that were cut short, are measured the next time, and those alone."""
+    def measure(rows: list[Row], **limits: float) -> list[str]:
+        """Of each row its time in ms, or the failure."""
         bench_rows.measure_rows(rows, "a GPU", str(tmp_path), **dict(start_limit_s=420) | limits)
-        lines = (tmp_path / "table.md").read_text().splitlines()
-        assert lines[:2] == ["a GPU", ""]
-        return [line.split(" | ")[1].removeprefix("not measured: ") for line in lines[4:]], (
-            capsys.readouterr().out.splitlines()[-1])
+        lines = (tmp_path / "table.md").read_text().splitlines()[4:]
+        return [line.split(" | ")[1].removeprefix("not measured: ") for line in lines]
 
-    rows = [Row("first", result), Row("raises", partial(int, "x")), Row("dies", partial(os._exit, 3)),
-            Row("follows", result)]
-    (first, raises, dies, follows), last = measure(rows)
-    assert first == follows == "1000.000" and last == f"4 of 4 rows are in {tmp_path}"
+    bench_rows.write_outcome(str(tmp_path), Row("known", None), Result(1.0), "1650 MHz", 2.0)
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write('{"row": "of another version", "clock": ""}\n{"row": "cut sho\n')
+    rows = [Row("known", None), Row("first", result), Row("raises", partial(int, "x")),
+            Row("dies", partial(os._exit, 3)), Row("follows", result)]
+    known, first, raises, dies, follows = before = measure(rows)
+    assert known == first == follows == "1000.000" and dies.startswith("BrokenProcessPool")
     assert raises.startswith("ValueError: invalid literal for int() with base 10: 'x'")
-    assert dies.startswith("BrokenProcessPool")
     assert (tmp_path / "reports.txt").read_text() == "## first\n\nmany kernels\n\n## follows\n\nmany kernels\n\n"
-    known = [row._replace(measure=None) for row in rows]
-    (*before, late), last = measure([*known, Row("late", None, rival="first")], start_limit_s=-1)
-    assert before == [first, raises, dies, follows] and late == "no time was left"
-    assert last.endswith("the same command measures the others")
-    (*before, late), _ = measure([*known, Row("late", result, rival="first")])
-    assert before == [first, raises, dies, follows] and late == "1000.000"
-    assert "| first 1000.000 | 1.00 |" in (tmp_path / "table.md").read_text()
-    *_, hangs = measure([Row("hangs", partial(time.sleep, 600))], row_limit_s=0.5)[0]
-    assert hangs == "more than 0.5 s"
-
-
-ROWS = [row for rows in bench_gpu.PARTS.values() for row in rows]
+    rows = [row._replace(measure=None) for row in rows]
+    assert measure([*rows, Row("late", None, rival="first")], start_limit_s=-1) == [*before, "no time was left"]
+    assert measure([*rows, Row("late", result, rival="first")]) == [*before, "1000.000"]
+    table = (tmp_path / "table.md").read_text()
+    assert "| first 1000.000 | 1.00 |" in table and table.count("| 1650 MHz |") == 1
+    assert measure([Row("hangs", partial(time.sleep, 600))], row_limit_s=0.5) == ["more than 0.5 s"]
 
 
 def test_rows_can_be_sent_to_another_process_and_have_different_names():
-    names = [row.name for row in ROWS]
-    assert [row.name for row in pickle.loads(pickle.dumps(ROWS))] == names
-    assert len(set(names)) == len(names) and {row.rival for row in ROWS} <= {"", *names}
+    rows = [row for part in bench_gpu.PARTS.values() for row in part]
+    names = [row.name for row in rows]
+    assert [row.name for row in pickle.loads(pickle.dumps(rows))] == names
+    assert len(set(names)) == len(names) and {row.rival for row in rows} <= {"", *names}
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--only loss", "--only loss: the parts are checks, training, "), ("--layers 2", "--layers 2: gpu knows --out"),
-    ("--out pyproject.toml", "--out pyproject.toml is a file: name a folder"),
-    ("--minutes x", "--minutes: invalid float value: 'x'")])
-def test_flags_of_the_gpu_part_that_are_wrong_are_refused_in_a_line(monkeypatch, flags, message):
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize("refuse, flags, message", [
+    (bench_gpu.parse, "--only loss", "--only loss: the parts are checks, training, "),
+    (bench_gpu.parse, "--layers 2", "--layers 2: gpu knows --out"),
+    (bench_gpu.parse, f"--out {__file__}", f"--out {__file__} is a file: name a folder"),
+    (bench_gpu.parse, "--minutes x", "--minutes: invalid float value: 'x'"),
+    (check.main, "--preset nemo", "--preset nemo"), (check.main, "--preset tiny --tp 2", "--tp 2: unknown"),
+    (partial(smoke.parse, ranks=2), "--grids=--tp=3", "--tp 3"),
+    (partial(bench.check, ["cp"], ranks=1), "", "cp needs several ranks: run under torchrun --nproc_per_node=4 -m "),
+    (partial(bench.check, ["zero"], ranks=1), "--layers 2", "zero needs several ranks: run under torchrun "),
+    (partial(bench.check, ["ep"], ranks=1), "--layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
+    (partial(bench.check, ["gpu", "dp"], ranks=1), "", "gpu shares no run: its flags are not those of train.py"),
+    (partial(bench.check, ["dp", "train"], ranks=4), "", "train is for one process, not 4 ranks: run python -m "),
+    pytest.param(partial(bench.check, ["gpu"], ranks=1), "", "gpu needs a GPU, and there is none here",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"))])
+def test_what_a_part_cannot_do_is_refused_in_a_line(refuse, flags, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:
-        bench_gpu.parse(flags.split())
+        refuse(flags.split())
     assert "\n" not in str(caught.value)
 
 
-def test_steps_are_timed_by_the_clock_on_a_cpu(monkeypatch):
-    step = Mock()
-    monkeypatch.setattr(bench.time, "perf_counter", Mock(side_effect=[10.0, 16.0]))
-    assert bench.measure_seconds(step, 3) == 2.0 and step.call_count == 3
-
-
-def test_steps_are_timed_between_events_on_a_gpu(monkeypatch):
+def test_steps_are_timed_by_the_clock_on_a_cpu_and_between_events_on_a_gpu(monkeypatch):
     seen = Mock()
+    monkeypatch.setattr(bench.time, "perf_counter", Mock(side_effect=[10.0, 16.0, 20.0]))
+    assert bench.measure_seconds(seen.step, 3) == 2.0 and seen.step.call_count == 3
+    seen.reset_mock()
     seen.Event.side_effect = [seen.start, seen.stop]
     seen.start.elapsed_time.return_value = 6000.0
     monkeypatch.setattr(bench, "device", torch.device("cuda"))
@@ -156,10 +150,6 @@ def test_steps_are_timed_between_events_on_a_gpu(monkeypatch):
 @contextlib.contextmanager
 def on_a_small_cpu():
     """What bench_gpu asks of a GPU is done on the CPU, in fp32, once, with small sizes."""
-    def measure_seconds(function, inputs):
-        function(*inputs[0])
-        return 1.0
-
     def without_device(function):
         return lambda *args, device=None, **kwargs: function(*args, **kwargs)
 
@@ -173,44 +163,32 @@ def on_a_small_cpu():
     with patch.multiple(bench_kernels, **small), patch.multiple(torch.cuda, **cuda), patch.multiple(
             torch, bfloat16=torch.float32, compile=lambda function: function, **made), patch.object(
             device, "choose_device", lambda asked: (torch.device("cpu"), "")), patch.object(
-            torch.Tensor, "cuda", lambda x: x), patch.object(bench_rows, "measure_seconds", measure_seconds):
+            torch.Tensor, "cuda", lambda x: x), patch.object(bench_rows, "measure_seconds",
+            lambda function, inputs: (function(*inputs[0]), 1.0)[1]):
         bench_kernels.angles.cache_clear()
         yield
 
 
-def is_right(found: Result) -> None:
-    assert not found.failures and all(error < 1e-5 for error in found.errors.values()) and found.seconds == 1.0
-
-
-@pytest.mark.parametrize("row", bench_gpu.PARTS["kernels"][1:], ids=lambda row: row.name)
-def test_rows_of_kernels_run_and_agree_with_fp64(row):
-    with on_a_small_cpu():
-        is_right(row.measure())
-
-
-KEYS = ["cuDNN", "flash.py"]
+BF16 = {"bf16", *config.FP8_RECIPES}
 SMALL_ROWS = [  # function, arguments, its contenders
     *(("scaled_mm", (kind,), None) for kind in ("one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128")),
-    ("addmm", (), None), ("norm_programs", (), 3), ("loss", (300, 64), ["ours", "compiled", "eager"]),
-    *(("attention", (step, 1, 64, 4, 2, 16), ["ours", "cuDNN", "torch's flash"]) for step in ("forward", "backward")),
-    *(("attention", (step, 1, 64, 4, 2, 16, 3), ["ours", "torch's, with a mask"]) for step in ("forward", "backward")),
-    *(("block_of_keys", (step, 32, 16, 4, 2, 16), KEYS) for step in ("forward", "backward"))]
+    ("addmm", (), None), ("norm_programs", (), {f"{count} programs" for count in (kernels.PROGRAMS, 528, 1056)}),
+    ("loss", (300, 64), {"ours", "compiled", "eager"}),
+    *(("attention", (step, 1, 64, 4, 2, 16), {"ours", "cuDNN", "torch's flash"}) for step in ("forward", "backward")),
+    *(("attention", (step, 1, 64, 4, 2, 16, 3), {"ours", "torch's, with a mask"}) for step in ("forward", "backward")),
+    *(("block_of_keys", (step, 32, 16, 4, 2, 16), {"cuDNN", "flash.py"}) for step in ("forward", "backward")),
+    *(("block_matmul", (kind, 64, 256, 128), BF16) for kind in ("forward", "input gradients")),
+    ("block_matmul", ("weight gradients", 64, 256, 128), BF16 | {"bf16, rounded, then added"})]
 
 
-@pytest.mark.parametrize("name, arguments, contenders", SMALL_ROWS)
-def test_other_rows_run_and_agree_with_fp64(cudnn, name, arguments, contenders):
+@pytest.mark.parametrize("measure, contenders", [
+    *(pytest.param(row.measure, None, id=row.name) for row in bench_gpu.PARTS["kernels"][1:]),
+    *((partial(getattr(bench_kernels, f"measure_{name}"), *how), names) for name, how, names in SMALL_ROWS)])
+def test_rows_run_and_agree_with_fp64(cudnn, measure, contenders):
     with on_a_small_cpu():
-        found = getattr(bench_kernels, f"measure_{name}")(*arguments)
-    is_right(found)
-    names = [found.ours, *found.rivals]
-    assert contenders is None or contenders in (names, len(names))
-
-
-@pytest.mark.parametrize("kind", ["forward", "input gradients", "weight gradients"])
-def test_rows_of_matmuls_run_in_bf16_and_both_recipes(kind):
-    with on_a_small_cpu():
-        found = bench_kernels.measure_block_matmul(kind, 64, 256, 128)
-    assert not found.failures and found.ours == "bf16" and {"tensorwise", "blockwise"} <= set(found.rivals)
+        found = measure()
+    assert not found.failures and all(error < 1e-5 for error in found.errors.values()) and found.seconds == 1.0
+    assert contenders in (None, {found.ours, *found.rivals})
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -230,45 +208,28 @@ def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
     assert [record["step"] for record in records] == [*range(6)] and records[0]["step_s"] > 0
 
 
-def test_kernels_are_listed_by_the_time_that_they_take():
+def test_kernels_are_listed_by_the_time_that_they_take_which_is_split_by_their_names():
     kernels = [(0, 10, "nvjet_a"), (10, 20, "nvjet_a"), (30, 60, "flash_forward_kernel"), (60, 80, "copy")]
     split, report = bench_gpu.describe_kernels(kernels, steps=2)
     assert split == "attention 37.5%, GEMM 25.0%, elementwise 25.0%, idle 12.5%"
     assert [line.split() for line in report.splitlines()[3:]] == [
         ["0.01", "0", "37.5%", "flash_forward_kernel"], ["0.01", "1", "25.0%", "nvjet_a"],
         ["0.01", "0", "25.0%", "copy"]]
-
-
-@pytest.mark.parametrize("kernel, kind", [
-    ("flash_forward_kernel", "attention"), ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
-    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"), ("sm90_xmma_gemm_bf16bf16_bf16f32", "GEMM"),
-    ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"), ("cross_entropy_kernel", "loss"),
-    ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")])
-def test_time_is_split_by_the_names_of_kernels(kernel, kind):
-    assert bench_gpu.kind_of(kernel) == kind
+    for kernel, kind in [
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"), ("cross_entropy_kernel", "loss"),
+            ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"), ("sm90_xmma_gemm_bf16bf16_bf16f32", "GEMM"),
+            ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+            ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")]:
+        assert bench_gpu.kind_of(kernel) == kind
 
 
 @pytest.mark.parametrize("size", bench_gpu.SIZES)
 def test_the_sizes_that_are_trained_can_be(size):
-    flags, wanted = bench_gpu.SIZES[size]
-    settings = config.parse(f"--seq 4096 --dtype bf16 {flags}".split())
+    settings = config.parse(f"--seq 4096 --dtype bf16 {bench_gpu.SIZES[size][0]}".split())
     assert settings.batch.seq == 4096 and settings.batch.global_batch % settings.batch.micro_batch == 0
 
 
 # ---- rows against rivals --------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("parts, flags, ranks, message", [
-    ("cp", "", 1, "cp needs several ranks: run under torchrun --nproc_per_node=4 -m bench cp"),
-    ("zero", "--layers 2", 1, "zero needs several ranks: run under torchrun --nproc_per_node=4 -m bench zero"),
-    ("ep", "--layers 2", 1, "--layers 2: ep has fixed sizes and needs no flags"),
-    ("gpu dp", "", 1, "gpu shares no run: its flags are not those of train.py"),
-    ("dp train", "", 4, "train is for one process, not 4 ranks: run python -m bench train"),
-    pytest.param("gpu", "", 1, "gpu needs a GPU, and there is none here", marks=pytest.mark.skipif(
-        torch.cuda.is_available(), reason="there is a GPU"))])
-def test_what_a_part_cannot_do_is_refused(parts, flags, ranks, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        bench.check(parts.split(), flags.split(), ranks)
-
 
 def test_a_refusal_is_one_line():
     done = python("-m", "bench", "train", "--dtype", "bf16")
@@ -276,17 +237,14 @@ def test_a_refusal_is_one_line():
         2, "bench: --dtype bf16: all contenders compute in fp32, so leave it out\n")
 
 
-def rows(name: str, flags: list[str]) -> str:
+def rows(name: str) -> str:
     """What the first rank prints of a comparison of small sizes, whose times are those of one step each."""
-    turns = bench.take_turns
+    turns, flags = bench.take_turns, f"{TINY} --kv-heads 4 --global-batch 4".split()
     small = dict(CP_SEQUENCES=(256, 512), PP_TOKENS=16, EP_TOKENS=64, CHECKPOINT_MODEL="--zero 1",
                  take_turns=lambda contenders, repeats, steps: turns(contenders, 1, 1))
     with patch.multiple(bench, **small), contextlib.redirect_stdout(io.StringIO()) as printed:
         bench.PARTS[name](flags) if name in bench.TRAINING else bench.PARTS[name]()
     return printed.getvalue()
-
-
-SMALL = f"{TINY} --kv-heads 4 --global-batch 4".split()
 
 
 @pytest.mark.parametrize("name, ranks, ours, rivals", [
@@ -299,7 +257,7 @@ SMALL = f"{TINY} --kv-heads 4 --global-batch 4".split()
     ("ep", 1, 1, ["transformers, loop", "transformers, grouped"]), ("ep", 2, 2, []),
     ("checkpoint", 2, 0, ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"])])
 def test_every_part_compares_ours_with_its_rivals(pool, name, ranks, ours, rivals):
-    printed, *others = pool.run(ranks, "test_bench:rows", name=name, flags=SMALL) if ranks > 1 else [rows(name, SMALL)]
+    printed, *others = pool.run(ranks, "test_bench:rows", name=name) if ranks > 1 else [rows(name)]
     headings, lines = [], []
     for line in printed.splitlines():
         cells = re.split("  +", line)
@@ -391,8 +349,6 @@ def test_smoke_takes_the_grids_that_its_ranks_can_be():
     assert set(smoke.parse([], 8)[0]) == set(smoke.GRIDS) and smoke.model_flags("") == ""
     assert smoke.model_flags("--tp=2 --no-router-norm --cp_style ring --data a b --betas 0.9,0.99 --zero 3") == (
         "--no-router-norm --data a b --betas 0.9,0.99")
-    with pytest.raises(ValueError, match="--tp 3"):
-        smoke.parse(["--grids", "--tp 3"], 2)
 
 
 @pytest.mark.slow
@@ -438,9 +394,3 @@ def test_check_compares_fp8_with_the_numbers_themselves(monkeypatch):
     for kind in "one scale", "1 x 128 blocks", "128 x 128 tiles":
         (_, shape, ours, torchs, verdict), = check.check(f"FP8, {kind}", "smollm-135m")
         assert shape == "128x640" and verdict == "ok" and 0.02 < float(ours) == float(torchs) < 0.03  # 3 bits
-
-
-def test_check_refuses_what_it_does_not_know():
-    for flags, says in ("--preset nemo", "nemo"), ("--preset tiny --tp 2", "^--tp 2: unknown"):
-        with pytest.raises(ValueError, match=says):
-            check.main(flags.split())
