@@ -226,7 +226,7 @@ def write_outcome(folder: str, row: Row, outcome: Result | str, clock: str, bega
     if isinstance(outcome, Result):
         measured, report = dict(result=outcome._replace(report="")._asdict()), outcome.report
     print(f"{began_s:.0f} s: {row.name}: {clock} {measured}", flush=True)
-    with open(os.path.join(folder, "rows.jsonl"), "a") as file:
-        print(json.dumps(dict(row=row.name, began_s=began_s, clock=clock) | measured), file=file)
+    with open(os.path.join(folder, "rows.jsonl"), "a") as file:  # whose last line may have been cut short
+        print("\n" + json.dumps(dict(row=row.name, began_s=began_s, clock=clock) | measured), file=file)
     with open(os.path.join(folder, "reports.txt"), "a") as file:
         file.write(f"## {row.name}\n\n{report}\n\n" if report else "")

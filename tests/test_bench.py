@@ -87,7 +87,7 @@ def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ende
 
     bench_rows.write_outcome(str(tmp_path), Row("known", None), Result(1.0), "1650 MHz", 2.0)
     with open(tmp_path / "rows.jsonl", "a") as file:
-        file.write('{"row": "of another version", "clock": ""}\n{"row": "cut sho\n')
+        file.write('{"row": "of another version", "clock": ""}\n{"row": "cut sho')
     rows = [Row("known", None), Row("first", result), Row("raises", partial(int, "x")),
             Row("dies", partial(os._exit, 3)), Row("follows", result)]
     known, first, raises, dies, follows = before = measure(rows)
