@@ -29,7 +29,6 @@ def share_checkpoints() -> None:
     weights = [torch.randn(20, 20, dtype=torch.float64).div(4).requires_grad_() for _ in range(5)]
     meter, recompute, seen = Meter(), Recompute("full", 5, group), []
     arena = recompute.arena = CheckpointArena(5, x, group)
-    assert arena.shards.nbytes == 5 * x.nbytes // group.size
     meter.label("arena", arena.shards, arena.whole)
     meter.label("rest", x, *weights)
 
@@ -52,7 +51,7 @@ def share_checkpoints() -> None:
         del y
         assert all(torch.equal(grad, got.grad) for grad, got in zip(want, [x, *weights]))
         assert [(call.name, call.bytes) for call in meter.collectives] == gathers
-        assert between["arena"] == arena.shards.nbytes + (x.nbytes if gathers else 0)
+        assert between["arena"] == 5 * x.nbytes // group.size + (x.nbytes if gathers else 0)
         assert between["other"] <= 2 * x.nbytes, "between forward and backward there is no activation but the last"
         seen.append((between, dict(meter.peak)))
     assert seen[0] == seen[2], "later steps use the same memory"
@@ -246,11 +245,9 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     norm = RMSNorm(partial(parameter, groups={}, dtype=torch.float32), "norm", 16, 1e-5, {})
     norm.weight.data.fill_(1)
     tokens = RoutingInfo(torch.arange(2).repeat_interleave(S), 2, aux_loss_scale=0.5)
-    context = ForwardContext(TensorParallel(), S, None, {}, recompute, tokens)
 
     def block(x):
-        h = norm(x)
-        y = layer(h, context)
+        y = layer(h := norm(x), ForwardContext(TensorParallel(), S, None, {}, recompute, tokens))
         recompute.drop(h, y, norm, x)
         return y
 
@@ -261,8 +258,7 @@ def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     nbytes, flops = saved_and_flops(partial(recompute, block), x, there)
     made = experts_half(model, layer_options(settings, 4))
     # Of the losses' factors backward needs none; but a block that runs again takes over those of its first run.
-    decides = mode == "full" and (optim.aux_loss or optim.router_z_loss)
-    coefficients = 3 * (model.experts + 1) * 4 if decides else 0
+    coefficients = 3 * (model.experts + 1) * 4 if mode == "full" and (optim.aux_loss or optim.router_z_loss) else 0
     # The ends of the experts' rows, made of a list, are none of the storages that a meter sees.
     assert nbytes == 2 * S * saved_bytes(made, mode) + coefficients
     assert flops == 2 * S * (3 * forward_flops(made) + recomputed_flops(made, mode))
