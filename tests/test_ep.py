@@ -284,7 +284,6 @@ def random_choices(recompute: str) -> tuple[list[tuple], list[torch.Tensor]]:
 
 
 def test_a_layer_that_runs_again_does_not_choose_again(pool):
-    """Every recomputation gives the same gradients to the bit."""
     plain, *others = (pool.run(2, "test_ep:random_choices", recompute=how) for how in ("none", "selective", "full"))
     for results in (plain, *others):
         for (grads, _), (want, _) in zip(results, plain):

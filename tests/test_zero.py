@@ -74,10 +74,8 @@ def test_small_steps_move_bf16_weights():
     for _ in range(100):
         step(params, optimizer, [torch.ones(8)], lr=1e-4)
     bucket = optimizer.buckets[0]
-    assert bucket.master.dtype == torch.float32
     assert bucket.master.tolist() == pytest.approx([1 - 1e-2] * 8, abs=1e-5)
     assert torch.equal(params[0].data, bucket.master.bfloat16()) and (params[0] < 1).all()
-    assert params[0].data.untyped_storage().data_ptr() == bucket.weights.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-7), (torch.float32, 1e-6)])  # 1e-6 is added to the norm
@@ -131,14 +129,10 @@ def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
     assert bucket.master.isfinite().all() and not torch.equal(before["master"], bucket.master)
 
 
-def test_a_step_without_a_gradient_and_one_reshard_too_many_are_noticed():
+def test_a_step_without_a_gradient_is_noticed():
     _, optimizer = make(Spec("w", (4,)))
     with pytest.raises(AssertionError, match="w: a step without a gradient would leave the other ranks waiting"):
         optimizer.begin_step(0)
-    optimizer.buckets[0].unshard()
-    optimizer.buckets[0].reshard()
-    with pytest.raises(AssertionError, match="w: more calls of reshard than of unshard"):
-        optimizer.buckets[0].reshard()
 
 
 def test_gradients_are_finished_in_one_order():
@@ -164,18 +158,6 @@ def whole(optimizer: Optimizer) -> list[int]:
     return [i for i, bucket in enumerate(optimizer.buckets) if bucket.weights.untyped_storage().nbytes()]
 
 
-def test_at_level_3_only_the_head_stays_whole_from_forward_to_backward():
-    """Its backward follows at once, for which the unit before it is prefetched. A pipeline stage without the head runs
-    its backward much later."""
-    for has_head, stay in (False, []), (True, [2, 3]):
-        with dryrun.fake_world(2, 0):
-            units, optimizer = level_3(has_head=has_head)
-            y = units(torch.ones(2, 3, requires_grad=True))
-            assert whole(optimizer) == stay
-            y.sum().backward()
-            optimizer.finish_step()
-
-
 def test_at_level_3_an_input_without_gradient_is_refused():
     """Its unit's backward would never be announced."""
     with dryrun.fake_world(2, 0):
@@ -184,9 +166,11 @@ def test_at_level_3_an_input_without_gradient_is_refused():
             units(torch.ones(2, 3))
 
 
-def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
+@pytest.mark.parametrize("has_head, stay", [(False, []), (True, [2, 3])])
+def test_at_level_3_units_are_gathered_one_ahead_and_only_the_head_stays_whole_until_backward(has_head, stay):
     """When a unit's result is there, its weights and those of the next unit are whole; when the result's gradient is
-    there, its weights and those of the unit before it."""
+    there, its weights and those of the unit before it. The head's backward follows at once, for which the unit before
+    it is prefetched. A pipeline stage without the head runs its backward much later."""
     class Watched(Unit):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
@@ -197,15 +181,17 @@ def test_at_level_3_the_next_units_weights_are_gathered_while_a_unit_computes():
 
     seen = []
     with dryrun.fake_world(2, 0):
-        units, optimizer = level_3(Watched)
+        units, optimizer = level_3(Watched, has_head)
         for _ in range(2):  # the second time after an evaluation, which must leave nothing gathered
-            units(torch.ones(2, 3, requires_grad=True)).sum().backward()
+            y = units(torch.ones(2, 3, requires_grad=True))
+            seen.append(whole(optimizer))
+            y.sum().backward()
             optimizer.finish_step()
             with torch.no_grad():
                 units(torch.ones(2, 3))
             optimizer.begin_step(1)
     forward, backward = [[0, 1], [1, 2], [2, 3], [3]], [[2, 3], [1, 2], [0, 1], [0]]
-    assert seen == 2 * (forward + backward + forward)
+    assert seen == 2 * (forward + [stay] + backward + forward)
 
 
 def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
@@ -306,7 +292,6 @@ def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduc
     exact, rounded = for_each(pool, 4, "sharding:reduced", [
         dict(flags=f"{flags} --reduce-dtype {dtype}") for dtype in ("fp32", "bf16")])
     for one, half in zip(exact, rounded):
-        assert one["dtypes"] == {torch.float32} and half["dtypes"] == {torch.bfloat16}
         assert 2 * half["sent"] == one["sent"]
     exact, rounded = (grids.whole([rank["grads"] for rank in ranks]) for ranks in (exact, rounded))
     errors = [(rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact]
@@ -317,7 +302,7 @@ def test_a_hybrid_sums_over_replicas_what_a_rank_owns_once(pool):
     cases = [dict(flags=f"--zero {level} --dp-replicate 2 --global-batch 12 --micro-batch 1", dtype=torch.float32)
              for level in (1, 2, 3)]
     for seen in chain(*for_each(pool, 4, "sharding:sent", cases)):
-        assert seen["n"] == 2 and seen["by_op"]["allreduce_"] / 4 == 2 * sum(seen["padded"]) / 2
+        assert seen["by_op"]["allreduce_"] / 4 == sum(seen["padded"])
 
 
 def test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch(pool):
@@ -370,15 +355,12 @@ def test_with_replicas_two_whole_gradients_exist_too(pool):
         assert seen["peak"]["gradients"] == 4 * sum(sorted(seen["padded"])[-2:])
 
 
-def test_an_evaluation_leaves_no_gathered_weights(pool):
-    assert pool.run(2, "sharding:evaluated") == [0, 0]
-
-
-def test_a_forward_without_a_backward_leaves_no_old_weights(pool):
-    """They would be those of the next step's forward."""
-    usual, interrupted = for_each(pool, 2, "sharding:interrupted", [dict(forwards=forwards) for forwards in (0, 2)])
+def test_forwards_without_a_backward_leave_no_weights(pool):
+    """Old ones would be those of the next step's forward, and gathered ones would take memory after an evaluation."""
+    usual, interrupted = for_each(pool, 2, "sharding:trained", [
+        dict(flags="--zero 3", steps=2, lr=1e-2, forwards=forwards) for forwards in (0, 2)])
     for (want, _), (got, left) in zip(usual, interrupted):
-        assert left == 0 and all(torch.equal(a[-1], b[-1]) for a, b in zip(want, got, strict=True))
+        assert left == [0, 0] and all(torch.equal(a[-1], b[-1]) for a, b in zip(want, got, strict=True))
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------
@@ -389,20 +371,27 @@ def test_all_ranks_skip_a_step_that_overflows(pool):
                         (True, True, 256.0, 2.0)]
 
 
+def weights_of(pool, cases: list[dict]) -> list[dict[str, torch.Tensor]]:
+    trained = for_each(pool, 2, "sharding:trained", cases)
+    return [grids.whole([pieces for pieces, _ in ranks]) for ranks in trained]
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_fp16_takes_the_step_of_fp32(pool, clip):
-    half, full = map(grids.whole, for_each(pool, 2, "sharding:one_step", [
-        dict(dtype=dtype, clip=clip) for dtype in (torch.half, torch.float)]))
+    """Of SGD, which unlike AdamW shows the size of gradients."""
+    half, full = weights_of(pool, [dict(flags=f"--zero 1 --optimizer sgd --clip {clip}", dtype=dtype)
+                                   for dtype in (torch.half, torch.float)])
     for name, want in full.items():
         assert (half[name] - want).norm() < 0.01 * want.norm(), name
 
 
 def test_the_loss_scale_follows_the_rule_of_torch():
-    ours, theirs = zero.LossScale(torch.device("cpu"), interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
+    ours, theirs = zero.LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu")
+    assert (ours.value, ours.interval) == (theirs.get_scale(), theirs.get_growth_interval())
+    ours.interval = 3
+    theirs.set_growth_interval(3)
     weight = torch.zeros(1, requires_grad=True)
     rule = torch.optim.SGD([weight], lr=0.0)
-    usual, of_torch = zero.LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu")
-    assert (usual.value, usual.interval) == (of_torch.get_scale(), of_torch.get_growth_interval())
     for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
         weight.grad = torch.tensor([torch.inf if bad else 1.0])
         theirs.scale(torch.zeros(1))
@@ -414,26 +403,22 @@ def test_the_loss_scale_follows_the_rule_of_torch():
 
 def test_the_loss_scale_goes_on_where_it_was():
     """Its value, and the steps towards the next doubling, are in the state that checkpoints have."""
-    def good_steps(optimizer: Optimizer, count: int) -> torch.Tensor:
-        optimizer.loss_scale.interval = 5
-        for _ in range(count):
-            optimizer.loss_scale.update(torch.zeros(()))
-        return optimizer.loss_scale.value
-
-    first, second = (make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in range(2))
-    good_steps(first, 3)
-    for name, number in second.extra_state().items():
-        number.copy_(first.extra_state()[name])
-    for more in (1, 1, 5):  # not yet, on the fifth, on the tenth
-        assert good_steps(first, more) == good_steps(second, more)
-    assert first.loss_scale.value == 4 * 2.0**16
+    optimizers = [make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in range(2)]
+    first, second = (optimizer.loss_scale for optimizer in optimizers)
+    first.interval = second.interval = 5
+    for _ in range(3):
+        first.update(torch.zeros(()))
+    for name, number in optimizers[1].extra_state().items():
+        number.copy_(optimizers[0].extra_state()[name])
+    for steps in range(4, 11):  # doubled on the fifth, and on the tenth
+        for scale in first, second:
+            scale.update(torch.zeros(()))
+        assert first.value == second.value == 2.0 ** (16 + steps // 5)
 
 
 def test_bf16_moments_train_almost_as_fp32_ones(pool):
-    results = for_each(pool, 2, "sharding:low_moments", [
-        dict(flags=f"--zero 1 --moments {moments}") for moments in ("auto", "bf16")])
-    assert [ranks[0]["state"] for ranks in results] == [{torch.float32}, {torch.bfloat16}]
-    usual, low = (grids.whole([result["params"] for result in ranks]) for ranks in results)
+    usual, low = weights_of(pool, [dict(flags=f"--zero 1 --moments {moments}", steps=8, lr=1e-3)
+                                   for moments in ("auto", "bf16")])
     for name, fp32 in usual.items():
         difference = (low[name] - fp32).norm() / fp32.norm()
         assert 0 < difference < 0.02, name  # neither nan nor infinite

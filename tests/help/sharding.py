@@ -1,6 +1,5 @@
 """Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
 import time
-from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import grids
@@ -12,6 +11,7 @@ import collectives
 import pp
 import train
 import zero
+from collectives import Pending
 from param import DTYPES, Spec, parameter
 from run import job
 from run.meter import Meter
@@ -44,21 +44,15 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
         with Meter(memory=False) as meter:
             train.forward_backward(model, optimizer, share, groups)
             optimizer.step(1e-3)
-    n = groups["dp"].size
     factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
     buckets = [call for call in meter.collectives if len(call.shape) == 1 and call.shape != (1,)]  # not the norm
     by_op = {op: sum(call.bytes for call in buckets if call.name == op) * times for op, times in factor.items()}
-    return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(), n=n,
+    return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(),
                 padded=[bucket.numel for bucket in optimizer.buckets])
 
 
-def waiting_longer() -> AbstractContextManager:
-    """Every wait lasts until gloo's threads, too, have let the tensors go, which they hold for a moment longer."""
-    wait = collectives.Pending.wait
-    return patch.object(collectives.Pending, "wait", lambda pending: (wait(pending), time.sleep(0.01))[0])
-
-
-@waiting_longer()
+# Every wait lasts until gloo's threads, too, have let the tensors go, which they hold for a moment longer.
+@patch.object(Pending, "wait", lambda pending, wait=Pending.wait: (wait(pending), time.sleep(0.01))[0])
 def held(flags: str, dtype: torch.dtype) -> dict:
     """Live bytes by kind: at rest after a step, and the most during a second."""
     groups, model, optimizer, share = built(flags, dtype)
@@ -86,8 +80,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     with meter:
         train.forward_backward(model, optimizer, share, groups)
         optimizer.step(1e-3)
-    padded = [bucket.numel for bucket in optimizer.buckets]
-    return dict(rest=rest, peak=meter.peak, padded=padded, n=groups["dp"].size)
+    return dict(rest=rest, peak=meter.peak, padded=[bucket.numel for bucket in optimizer.buckets])
 
 
 def delayed(flags: str) -> dict:
@@ -137,8 +130,7 @@ def delayed(flags: str) -> dict:
         x.fill_(torch.nan)
         return pending
 
-    with (patch.object(collectives, "Pending", Late),
-          patch.object(pp, "receive", receive)):
+    with patch.object(collectives, "Pending", Late), patch.object(pp, "receive", receive):
         return grids.run(flags)
 
 
@@ -159,40 +151,25 @@ def overflow() -> list[tuple]:
         before = [bucket.master.clone() for bucket in optimizer.buckets]
         norm = optimizer.step(1e-2)
         moved = any(not torch.equal(was, bucket.master) for was, bucket in zip(before, optimizer.buckets))
-        scale, steps = optimizer.loss_scale.value.item(), optimizer.steps.item()
-        seen.append((norm.isfinite().item(), moved, scale, steps))
+        seen.append((norm.isfinite().item(), moved, optimizer.loss_scale.value.item(), optimizer.steps.item()))
     return seen
 
 
-def one_step(dtype: torch.dtype, clip: float) -> list[tuple]:
-    """The weights after one step of SGD, which unlike AdamW shows the size of gradients."""
-    groups, model, optimizer, share = built(
-        f"--global-batch 8 --micro-batch 2 --zero 1 --optimizer sgd --clip {clip}", dtype)
+def trained(flags: str, dtype=torch.float32, steps=1, lr=1.0, forwards=0) -> tuple[list[tuple], list[int]]:
+    """The weights after so many steps, each after so many forwards that no backward follows; and the bytes of gathered
+    weights that are left after them, and after an evaluation."""
+    groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", dtype)
     if dtype == torch.float16:
         optimizer.loss_scale.value.fill_(1024.0)
-    train.forward_backward(model, optimizer, share, groups)
-    optimizer.step(1.0)
-    return grids.pieces(optimizer, "master")
-
-
-def evaluated() -> int:
-    """Bytes of gathered weights that an evaluation at stage 3 leaves behind, weights being shards before it."""
-    groups, model, optimizer, share = built("--global-batch 8 --micro-batch 2 --zero 3", torch.float32)
-    job.mean_loss(model, [share], groups)
-    return sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets)
-
-
-def interrupted(forwards: int) -> tuple[list[tuple], int]:
-    """The weights after two steps at level 3, each after so many forwards that no backward follows; and the bytes of
-    gathered weights that are left."""
-    groups, model, optimizer, share = built("--global-batch 4 --micro-batch 2 --zero 3", torch.float32)
-    for _ in range(2):
+    for _ in range(steps):
         for _ in range(forwards):
             model(share[0].tokens, labels=share[0].labels)
         train.forward_backward(model, optimizer, share, groups)
-        optimizer.step(1e-2)
-    return (grids.pieces(optimizer, "master"),
-            sum(bucket.weights.untyped_storage().nbytes() for bucket in optimizer.buckets))
+        optimizer.step(lr)
+    weights = [bucket.weights.untyped_storage() for bucket in optimizer.buckets]
+    left = [sum(storage.nbytes() for storage in weights)]
+    job.mean_loss(model, [share], groups)
+    return grids.pieces(optimizer, "master"), [*left, sum(storage.nbytes() for storage in weights)]
 
 
 def events(flags: str) -> list[str]:
@@ -217,16 +194,5 @@ def reduced(flags: str) -> dict:
         train.forward_backward(model, optimizer, share, groups)
     calls = [call for call in meter.collectives  # but for counts of tokens and losses, of which there are one or two
              if len(call.shape) == 1 and call.shape[0] > 2 and "allgather" not in call.name]
-    return dict(dtypes={call.dtype for call in calls}, grads=grids.pieces(optimizer, "grad"),
+    return dict(grads=grids.pieces(optimizer, "grad"),
                 sent=sum(call.bytes * (2 if call.name == "allreduce_" else 1) for call in calls))
-
-
-def low_moments(flags: str) -> dict:
-    """Weights by name after 8 steps with moments as the flags ask for."""
-    groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", torch.float32)
-    for _ in range(8):
-        train.forward_backward(model, optimizer, share, groups)
-        optimizer.step(1e-3)
-    out = dict(state={optimizer.buckets[0].state[what].dtype for what in ("m", "v")})
-    out["params"] = grids.pieces(optimizer, "master")
-    return out
