@@ -125,13 +125,13 @@ def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
 def sources(corpora):
     """Three files: of the first some stretches are targets, the third has no mask, and the only target of the second is
     behind its last whole sample."""
-    rng, folder = np.random.default_rng(3), corpora
-    some = np.repeat([0, 1, 0.05], 333)
-    for name, count, mask in ("some", 999, some), ("none", 400, np.arange(400) == 399), ("all", 200, None):
-        np.save(folder / f"{name}.npy", rng.integers(61, size=count).astype(np.uint16))
+    rng = np.random.default_rng(3)
+    some, none = np.repeat([0, 1, 0.05], 333), np.arange(400) == 399
+    for name, count, mask in ("some", 999, some), ("none", 400, none), ("all", 200, None):
+        np.save(corpora / f"{name}.npy", rng.integers(61, size=count).astype(np.uint16))
         if mask is not None:
-            (rng.random(count) < mask).astype(np.uint8).tofile(folder / f"{name}.mask")
-    return folder
+            (rng.random(count) < mask).astype(np.uint8).tofile(corpora / f"{name}.mask")
+    return corpora
 
 
 MIXED = ("--data {0}/some.npy {0}/none.npy {0}/all.npy --data-weights 2,1,1 --val-data {0}/some.npy --dtype fp64 "
@@ -328,11 +328,10 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
     """For every step of a run on these ranks, what its metrics say this rank has sent, in bytes by group, and what its
     collectives have sent between the beginning of the step and its metrics."""
     meter, experts, steps = Meter(memory=False), [], []
-    exchange, measure, write, begin = dist.all_to_all_single, Log.metrics, Log.write, Log.begin
+    measure = Log.metrics
 
-    def counted_exchange(out, x, output_splits, input_splits, group, **rest):
+    def exchanged(out, x, output_splits, input_splits, group, **rest):
         experts.append((group.group_name, x.nbytes - x[:input_splits[group.rank()]].nbytes))
-        return exchange(out, x, output_splits, input_splits, group, **rest)
 
     def counted_metrics(log, *args, **numbers):
         bytes_of = Counter()
@@ -351,15 +350,12 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
         steps.append((sums, bytes_of))
         return metrics
 
-    def restart(function):
-        def restarted(*args):
-            function(*args)
-            meter.collectives.clear()
-            experts.clear()
-        return restarted
+    def restart(*_):
+        meter.collectives.clear()
+        experts.clear()
 
-    with (patch.object(dist, "all_to_all_single", counted_exchange), patch.object(Log, "metrics", counted_metrics),
-          patch.object(Log, "write", restart(write)), patch.object(Log, "begin", restart(begin)), meter):
+    with (in_order((dist, "all_to_all_single", exchanged), (Log, "write", restart), (Log, "begin", restart)),
+          patch.object(Log, "metrics", counted_metrics), meter):
         runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}")
     return steps
 

@@ -26,6 +26,7 @@ from run.data import Codec, open_samples
 
 ROOT = os.path.dirname(config.__file__)
 SMALL = f"{grids.TINY} --seq 32 --warmup 2"
+UNSEEN = "".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32]  # ten samples
 
 
 def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_path):
@@ -36,16 +37,12 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
     process.join(120)
-    out = (tmp_path / "stdout").read_text()
     assert process.exitcode == 0, (tmp_path / "stderr").read_text()
-    records, (saved,), lines = metrics(file), start.checkpoints_in(tmp_path / "out"), out.splitlines()
-    steps = len(records)
-    for line, has in zip(lines, ("cpu (there is no GPU here), one process, fp32", "pp 1 x dp 1 x cp 1 x tp 1, zero 0: ",
-                                 "global batch 16 = micro 16 x accum 1 x dp 1; 512 tokens", "31,968 parameters", "data",
-                                 f"trained {steps} steps on {512 * steps:,} tokens: last loss ")):
+    records, lines = metrics(file), (tmp_path / "stdout").read_text().splitlines()
+    (saved,), steps = start.checkpoints_in(tmp_path / "out"), len(records)
+    for line, has in zip(lines, ("device", "grid", "512 tokens", "31,968 parameters", "data", f"trained {steps} steps",
+                                 f"continue with --out {tmp_path}/out --resume auto"), strict=True):
         assert has in line
-    assert lines[6:] == [f"ended after {steps} of 100000 steps, as asked (SIGTERM): continue with --out {tmp_path}/out "
-                         "--resume auto"]
     assert start.step_of(saved) == steps
     checkpoint.verify(saved)
     assert [record["step"] for record in records] == list(range(steps))
@@ -71,10 +68,9 @@ def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tup
 
 def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """Of ten validation samples every grid takes each once, whatever its micro-batches."""
-    unseen = tmp_path / "unseen.txt"
-    unseen.write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
-    flags = (f"--data {ROOT}/train.py --val-data {unseen} --dtype fp64 --steps 4 --lr 0.01 --global-batch 8 --doc-mask "
-             f"--eval-every 2 --eval-steps 2 --sample import")
+    (tmp_path / "unseen.txt").write_text(UNSEEN)
+    flags = (f"--data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 4 --lr 0.01 "
+             f"--global-batch 8 --doc-mask --eval-every 2 --eval-steps 2 --sample import")
     grids = [(1, "--micro-batch 1"), (2, "--micro-batch 2"), (2, "--micro-batch 4 --zero 3"),
              (2, "--cp 2 --cp-style ring"), (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"),
              (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3"),
@@ -83,16 +79,13 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     records, printed = found[0]
     assert ["val_loss" in record for record in records] == [False, True, False, True]
     assert 4 < records[-1]["val_loss"] < 6 and len(printed.split("\nimport")[1]) > 8
-    said = [f"after {step} steps: validation loss {records[step - 1]['val_loss']:.4f}" for step in (2, 4)]
-    assert [line for line in printed.splitlines() if line.startswith("after ")] == said
-    assert found[1][1].startswith("device  cpu (as asked), 2 ranks, gloo, fp64\n")
     measured = ["noise_trace" in other[0] for other, _ in found]  # with two gradients, and no shared sequences
     assert measured == [False, True, True, False, True, False, False, True]
 
 
 def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
     """Ten samples in batches of 8, the second of which is filled up; of 5 and of 2, which are whole."""
-    (tmp_path / "unseen.txt").write_text("".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32])
+    (tmp_path / "unseen.txt").write_text(UNSEEN)
     found = []
     for size in 8, 5, 2:
         run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 "
@@ -166,24 +159,22 @@ def test_a_tokenizer_that_could_not_be_used_is_refused_before_the_first_step(tmp
 def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path, monkeypatch):
     for name in "stdout", "stderr":  # `started` replaces them
         monkeypatch.setattr(sys, name, getattr(sys, name))
-    refused = patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
-    with refused, pytest.raises(ValueError, match=f"^--memory-snapshot {tmp_path}/memory: needs a GPU"):
-        with job.started(config.parse(f"--memory-snapshot {tmp_path}/memory --device cpu".split())):
-            raise AssertionError("it has started")
+    with (patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error)),
+          pytest.raises(ValueError, match=f"^--memory-snapshot {tmp_path}/memory: needs a GPU"),
+          job.started(config.parse(f"--memory-snapshot {tmp_path}/memory --device cpu".split()))):
+        raise AssertionError("it has started")
 
 
 def test_fewer_gpus_than_ranks_is_an_error_and_none_is_not(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert str(device.choose_device(asked)[0]) == want
-    for gpus, asked, says in ((2, "auto", "4 ranks on this machine and 2 GPUs: use --nproc_per_node=2 or --device cpu"),
+    for gpus, asked, want in ((0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "cpu", "cpu"), (4, "auto", "cuda:3"),
+                              (2, "auto", "2 GPUs: use --nproc_per_node=2 or --device cpu"),
                               (0, "cuda", "--device cuda: 4 ranks on this machine and 0 GPUs: use --device cpu")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        with pytest.raises(ValueError, match=says):
-            device.choose_device(asked)
+        with pytest.raises(ValueError, match=want) if "use" in want else contextlib.nullcontext():
+            assert str(device.choose_device(asked)[0]) == want
 
 
 def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
@@ -243,11 +234,11 @@ def test_learning_rate_schedules(schedule):
 
 
 def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
-    of_45 = log.Log(config.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
+    progress = log.Log(config.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
     for step in range(45):
-        of_45.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"step {done}/45: loss 0.500, 1,234 tokens/s" for done in (*range(2, 45, 2), 45)]
+        progress.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
+    lines = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [f"step {done}" for done in (*range(2, 45, 2), 45)]
 
 
 @pytest.mark.parametrize("noise, line", [
@@ -271,23 +262,19 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
     built = train.build_model(settings, grids.NO_GROUPS, "cpu")
     said = log.first_lines(settings, {}, "cpu", built, samples)
     count = costs.parameters(settings.model)
-    for words in ("fp8 tensorwise", "--dp 8 is pure data parallelism", "global batch 4 = micro 1 x accum 4 x dp 1; ",
-                  "ramp 4@0,8@2e3", f"tiny-moe: {count.total:,} parameters ({count.active:,} active)",
-                  "39,488 tokens in 1 files: 1,233 samples of 32"):  # a sample takes one more token
+    for words in ("fp8 tensorwise", "--dp 8", "batch 4 = micro 1 x accum 4 x dp 1; ", "ramp 4@0,8@2e3",
+                  f"{count.total:,} parameters ({count.active:,} active)", "1,233 samples"):  # that take one more token
         assert words in said, said
 
 
 @pytest.mark.parametrize("flags, has", [
     ("--tp 2 --pp 2 --schedule interleaved --zero 1 --layers 4 --experts 8 --expert-ffn 8 --ep 4 --micro-batch 1", [
-        "pp 2 x dp 2 x cp 1 x tp 2, ep 4 x edp 1, zero 1: ", "2 of 4 stages (interleaved)", "1/2 of every layer",
-        "1/2 of the tokens between layers, but 2 of 8 experts", "1/2 of its optimizer state (1/1 of experts'), and",
-        "1/2 of the sequences"]),
+        "ep 4 x edp 1, ", "2 of 4 stages", "1/2 of every layer", "1/2 of the tokens between layers, but 2 of 8 experts",
+        "1/2 of its optimizer state (1/1 of experts')", "1/2 of the sequences"]),
     ("--cp 2 --tp 2 --sp off", ["all tokens between layers", "1/2 of the sequences, 1/2 of each sequence"]),
-    ("--zero 3 --dp-replicate 4", ["computes with the whole model", "1/8 of the sequences",
-                                   "1/2 of its weights, gradients, optimizer state in 4 replicas"]),
+    ("--zero 3 --dp-replicate 4", ["computes with", "1/2 of its weights, gradients, optimizer state in 4 replicas"]),
     ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 2", [
-        "ep 2 x edp 2, ", "the whole model, but 4 of 8 experts",
-        "1/4 of its gradients, optimizer state (1/2 of experts') in 2 replicas"])])
+        "the whole model, but 4 of 8 experts", "1/4 of its gradients, optimizer state (1/2 of experts') in 2"])])
 def test_the_second_line_says_which_part_a_rank_has(flags, has):
     settings = config.parse(flags.split(), 8)
     line = log.grid_line(settings.grid, settings.model)
@@ -325,19 +312,15 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
 def test_a_step_leaves_no_cycles(flags):
     """The collector is off while a run goes on: whatever refers to itself would stay."""
     _, groups, model, optimizer, share = first_step(f"{SMALL} --dtype fp32 --data {ROOT}/train.py {flags}")
-
-    def step():
-        train.forward_backward(model, optimizer, share, groups)
-        train.update_balance(model, groups, optimizer.step(0.01).isfinite(), 16)
-
-    step()
-    gc.collect()
     gc.disable()
     try:
-        step()
-        assert gc.collect() == 0
+        for _ in range(2):  # the first leaves what building the model has made
+            train.forward_backward(model, optimizer, share, groups)
+            train.update_balance(model, groups, optimizer.step(0.01).isfinite(), 16)
+            cycles = gc.collect()
     finally:
         gc.enable()
+    assert cycles == 0
 
 
 def test_the_head_counts_as_layers():
