@@ -1,6 +1,6 @@
 """ZeRO: the update, precision, collectives and live bytes. tests/test_grids.py proves that it equals torch.optim."""
 import math
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ from grids import MIXTRAL, NO_GROUPS, for_each
 from pool import slow
 from sharding import Unit
 from torch import nn
+from watch import in_order
 
 import zero
 from collectives import ALONE
@@ -135,14 +136,12 @@ def test_a_step_without_a_gradient_is_noticed():
         optimizer.begin_step(0)
 
 
-def test_gradients_are_finished_in_one_order():
-    """However a pipeline rank lists its stages."""
-    for stages in ("ab", "ba"):
-        optimizer, finished = Optimizer({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, NO_GROUPS), []
-        for bucket in optimizer.buckets:
-            bucket.finish_step = partial(finished.append, bucket.name)
+@pytest.mark.parametrize("stages", ["ab", "ba"])
+def test_gradients_are_finished_in_one_order_however_a_pipeline_rank_lists_its_stages(stages):
+    optimizer = Optimizer({stage: [Unit(Spec(stage, (3,)))] for stage in stages}, NO_GROUPS)
+    with in_order(*((bucket, "finish_step", bucket.name) for bucket in optimizer.buckets)) as finished:
         optimizer.finish_step()
-        assert finished == ["a", "b"]
+    assert finished == ["a", "b"]
 
 
 def level_3(unit=Unit, has_head: bool = False) -> tuple[nn.Sequential, Optimizer]:
