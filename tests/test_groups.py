@@ -101,7 +101,6 @@ def test_replicas_exchange_no_matrices():
     assert groups.members_of_axes(settings.grid, settings.model, 4)["muon"] == [[0, 1], [2, 3]]
 
 
-
 @pytest.mark.parametrize("flags, axes", [
     ("", [["muon", "world", "data", "dp"]]),
     ("--cp 4", [["cp"], ["muon", "world", "data", "dp"]]),  # keys and values are not to wait for gradients
