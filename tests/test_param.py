@@ -1,6 +1,7 @@
 """Specs and boxes, initial values, and the entry for gradients."""
 import weakref
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +9,6 @@ import torch
 
 import param
 from param import Spec, boxes, draw, is_first_replica, local_box, parameter
-
-
-def ranks(**axes: int) -> list[dict]:
-    """The groups of every rank of a grid with these axes, as far as a Spec needs them."""
-    grid = [{}]
-    for axis, n in axes.items():
-        grid = [groups | {axis: SimpleNamespace(size=n, rank=i)} for groups in grid for i in range(n)]
-    return grid
 
 
 # One example of each kind of axis: (Spec, axes of the grid, how many ranks have each element).
@@ -34,12 +27,13 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_first_values_do_not_depend_on_the_grid(name, monkeypatch):
-    monkeypatch.setattr(param, "DRAW_BLOCK", 16)  # so that even small tensors are drawn in several blocks
     """Nor how many elements there are: of the ranks that have one, as many as said, one counts it."""
+    monkeypatch.setattr(param, "DRAW_BLOCK", 16)  # so that even small tensors are drawn in several blocks
     spec, axes, copies = EXAMPLES[name]
     full = draw(3)(spec, local_box(spec, {}))
     held, counted = (torch.zeros(spec.shape, dtype=torch.int) for _ in range(2))
-    for groups in ranks(**axes):
+    for ranks in product(*map(range, axes.values())):
+        groups = {axis: SimpleNamespace(size=axes[axis], rank=rank) for axis, rank in zip(axes, ranks)}
         box = local_box(spec, groups)
         assert torch.equal(draw(3)(spec, box), full[box])
         made = parameter(spec, groups, torch.float32)
@@ -175,27 +169,27 @@ def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
 
 def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_computes(weights):
     """In a split backward the caller's two calls do nothing, each first step comes before the last one's second, and a
-    bucket hears that its weights are ready as soon as their last gradients are there."""
+    bucket hears once that its weights are ready, as soon as their last gradients are there, alone or with others'."""
     seen, buckets = [], [Bucket(weight) for weight in weights]
     for bucket in buckets:
         bucket.ready = lambda weight: seen.append(f"ready {weight.spec.name}")
 
-    def steps(name, weight):
+    def steps(name, params):
         seen.append(f"start {name}")
         yield
         seen.append(f"add {name}")
-        param.add_to((weight,), lambda out: out.add_(1.0))
+        param.add_to(params, lambda out: out.add_(1.0))
 
-    def backward(name, weight, grad):
-        adding = param.start_weight_grad((weight,), steps(name, weight))
+    def backward(name, params, grad):
+        adding = param.start_weight_grad(params, steps(name, params))
         seen.append(f"input {name}")
         next(adding, None)
-        return grad * weight
+        return grad
 
     def loss():
         x = torch.ones(1, requires_grad=True)
-        for name, weight in zip("abc", (*weights, weights[0])):
-            x = Layer.apply(x, weight, partial(backward, name, weight))
+        for name, params in zip("abc", (weights[:1], weights, weights[:1])):
+            x = Layer.apply(x, params[-1], partial(backward, name, tuple(params)))
         return x
 
     loss().backward()
@@ -206,7 +200,7 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
     assert seen == ["input c", "input b", "input a"]
     param.backward_weight((0, 0))
     assert seen[3:] == ["start c", "start b", "add c", "start a", "add b", "ready w1", "add a", "ready w0"]
-    assert [bucket.grads[weight].item() for bucket, weight in zip(buckets, weights)] == [4.0, 2.0]
+    assert [bucket.grads[weight].item() for bucket, weight in zip(buckets, weights)] == [6.0, 2.0]
 
 
 def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights):
@@ -221,19 +215,6 @@ def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights)
     param.backward_input((0, 1), loss(x, weights), None)
     param.backward_weight((0, 1))
     assert weights[0].grad.item() == 2 * 5 * 2 * 3, "of one backward, and without a sink in .grad"
-
-
-def test_a_parameter_used_alone_and_with_others_is_ready_once(weights):
-    bucket = Bucket(*weights)
-
-    def backward(grad):
-        param.accumulate_grad(tuple(weights), lambda out: out.add_(1.0))
-        param.accumulate_grad(weights[0], lambda out: out.add_(1.0))
-        return grad
-
-    param.backward_input((0, 0), Layer.apply(torch.ones(1, requires_grad=True), weights[0], backward), None)
-    param.backward_weight((0, 0))
-    assert len(bucket.heard) == 2 and [bucket.grads[weight].item() for weight in weights] == [2.0, 1.0]
 
 
 def test_parameters_side_by_side_get_one_gradient():
