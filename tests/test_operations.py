@@ -15,27 +15,21 @@ import tp
 import train
 from cp import choose_attention
 from operations import Mask
-from run.data import MicroBatch
 from run.device import check_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
 MODEL = f"{grids.TINY} --head-dim 16 --vocab 61 --seq 12 --global-batch 2 --dtype fp32 --z-loss 0.01 --data {__file__}"
 
 
-def gradients(flags: str, documents: torch.Tensor | None = None) -> list[torch.Tensor]:
+def gradients(flags: str) -> list[torch.Tensor]:
     """The loss, and the gradient of every parameter."""
-    settings = config.parse(f"{MODEL} {flags}".split())
-    groups, llama, optimizer = grids.build(settings)
+    groups, llama, optimizer, share = grids.ready(flags, base=MODEL)
     for bucket in optimizer.buckets:  # larger weights, so that outputs are of order one
         for param in bucket.params:
             if param.ndim > 1:
                 param.data.mul_(8)
-    tokens = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(0))
-    labels = tokens[:, 1:].clone()
-    labels[:, 3] = -100
-    positions = None if documents is None else torch.arange(12).expand(2, -1)
-    batch = MicroBatch(tokens[:, :-1], labels, positions, documents)
-    loss = train.forward_backward(llama, optimizer, [batch], groups)
+    share[0].labels[:, 4:] = share[0].tokens[:, 4:]  # most tokens have a label
+    loss = train.forward_backward(llama, optimizer, share, groups)
     return [loss, *(bucket.view(bucket.grad, param) for bucket in optimizer.buckets for param in bucket.params)]
 
 
@@ -43,21 +37,20 @@ def choose_as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dty
     return choose_attention(kernel, mask, head_dim, SimpleNamespace(is_cuda=True, dtype=torch.long), dtype)
 
 
-@pytest.mark.parametrize("attention, flags, packed", [
-    ("auto", "", True), ("auto", "--window 5 --window-every 2", False), ("auto", "--window 3", True),
-    ("triton", "--qk-norm --qkv-bias --tied --recompute full", False),
-    ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective", False)])
-def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags, packed):
+@pytest.mark.parametrize("attention, flags", [
+    ("auto", "--doc-mask"), ("auto", "--window 5 --window-every 2"), ("auto", "--window 3 --doc-mask"),
+    ("triton", "--qk-norm --qkv-bias --tied --recompute full"),
+    ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective")])
+def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags):
     """With --attention auto, documents and windows also choose flash.py."""
-    documents = torch.arange(12).expand(2, -1) // 5 if packed else None
-    want, used, attended = gradients(f"--attention math {flags}", documents), [], []
+    want, used, attended = gradients(f"--attention math {flags}"), [], []
     flash_attention = flash.flash_attention
     monkeypatch.setattr(flash, "flash_attention", lambda *a, **k: attended.append(a) or flash_attention(*a, **k))
     for module in (operations, tp):
         monkeypatch.setattr(module, "uses_kernels", lambda x: used.append(x) or True)
     if attention == "auto":
         monkeypatch.setattr(cp, "choose_attention", choose_as_on_a_gpu)
-    got = gradients(f"--attention {attention} {flags}", documents)
+    got = gradients(f"--attention {attention} {flags}")
     assert len(used) > 10 and attended
     for ours, plain in zip(got, want):
         assert (ours - plain).abs().max() < 1e-4 * plain.abs().max()
