@@ -10,7 +10,6 @@ import torch
 import param
 from param import Spec, boxes, draw, is_first_replica, local_box, parameter
 
-
 # One example of each kind of axis: (Spec, axes of the grid, how many ranks have each element).
 EXAMPLES = {
     "replicated": (Spec("a", (7, 5), {"tp": "replicate"}, std=1.0), dict(tp=3), 3),
