@@ -1,5 +1,4 @@
 """A dry run says what a real one does: FLOPs, calls and bytes exactly, live bytes to 1%; and what it is for: scale."""
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -67,16 +66,16 @@ def uniform_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
     return choices[torch.arange(len(scores)) % len(choices)]
 
 
-def measured(grid: str) -> dict:
-    """What this rank of 8 measures, on real tensors or on fake ones. Real sends, too, end before the next action: gloo
-    waits for them here, since it does not say when they have ended."""
-    settings = config.parse(f"{BASE} {grid}".split(), dist.get_world_size())
+def measured(flags: str) -> dryrun.DryRun:
+    """What this rank measures, on fake tensors in a fake world, else on real ones. Real sends, too, end before the next
+    action: gloo waits for them here, since it does not say when they have ended."""
+    settings = config.parse(flags.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
-    fake = dist.get_backend() == "fake"
+    if dist.get_backend() == "fake":
+        with dryrun.fake_tensors():
+            return train.measured_step(settings, groups)
     with patch.object(ep, "choose_experts", uniform_choice), patch.object(Pending, "completed", dryrun.complete):
-        with dryrun.fake_tensors() if fake else contextlib.nullcontext():
-            found = train.measured_step(settings, groups)
-    return found._asdict()
+        return train.measured_step(settings, groups)
 
 
 def formula_of(flags: str, ranks: int, rank: int) -> dict[str, int]:
@@ -85,29 +84,23 @@ def formula_of(flags: str, ranks: int, rank: int) -> dict[str, int]:
 
 
 def measured_on(flags: str, ranks: int, rank: int) -> dryrun.DryRun:
-    settings = config.parse(flags.split(), ranks)
     with dryrun.fake_world(ranks, rank):
-        groups = build_groups(settings.grid, settings.model)
-        with dryrun.fake_tensors():
-            return train.measured_step(settings, groups)
+        return measured(flags)
 
 
 @pytest.mark.parametrize("grid, ranks", [
     *(pytest.param(grid, [number % 8], id=f"{number}") for number, grid in enumerate(GRIDS)),
     *(pytest.param(grid, [0, 3, 7], marks=pytest.mark.slow) for grid in GRIDS + SLOW_GRIDS)])
 def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(grid, ranks, pool):
-    real = pool.run(8, "test_dryrun:measured", grid=grid)
+    all_real = pool.run(8, "test_dryrun:measured", flags=f"{BASE} {grid}")
     for rank in ranks:
-        with dryrun.fake_world(8, rank):
-            fake = measured(grid)
-        for name in ("flops", "calls", "sent"):
-            assert fake[name] == real[rank][name], (rank, name)
-        assert fake["flops"] > 0 and fake["sent"]["world"] > 0
-        assert fake["peak"] == pytest.approx(real[rank]["peak"], rel=0.01), rank
+        fake, real = measured_on(f"{BASE} {grid}", 8, rank), all_real[rank]
+        assert (fake.flops, fake.calls, fake.sent) == (real.flops, real.calls, real.sent), rank
+        assert fake.flops > 0 and fake.sent["world"] > 0
+        assert fake.peak == pytest.approx(real.peak, rel=0.01), rank
         for kind in ("weights", "gradients", "optimizer", "FP8 weights"):  # others gloo's threads may release late
-            assert fake["peak_of_kind"].get(kind) == real[rank]["peak_of_kind"].get(kind), kind
-        planned = [[action for action, _ in found["peak_of_action"]] for found in (fake, real[rank])]
-        assert planned[0] == planned[1]
+            assert fake.peak_of_kind.get(kind) == real.peak_of_kind.get(kind), kind
+        assert [action for action, _ in fake.peak_of_action] == [action for action, _ in real.peak_of_action]
 
 
 def test_dry_runs_and_formulas_are_of_the_largest_batch_of_a_ramp():
@@ -183,10 +176,6 @@ def test_an_action_that_allocates_nothing_has_what_is_alive():
 
 # ---- what it is for -------------------------------------------------------------------------------------------------
 
-LLAMA_405B = ("--preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 --seq 131072 --global-batch 128 "
-              "--micro-batch 1")
-
-
 def test_the_command_prints_a_page():
     flags = "--preset tiny-moe --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --micro-batch 2"
     ended = python("train.py", "--dry-run", "9/16", *flags.split())
@@ -227,7 +216,8 @@ def test_the_page_is_what_was_found():
 @pytest.mark.slow
 def test_llama_405b_on_16384_ranks_takes_less_than_a_minute(capsys):
     began = time.process_time()
-    train.main(config.parse(f"--dry-run 16383/16384 {LLAMA_405B}".split()))
+    train.main(config.parse("--dry-run 16383/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 "
+                            "--seq 131072 --global-batch 128 --micro-batch 1".split()))
     assert time.process_time() - began < 60
     assert "dry run rank 16383 of 16,384 (pp 15 of 16" in capsys.readouterr().out
 
