@@ -53,19 +53,16 @@ def test_attention_of_any_length(monkeypatch, tiles, rows, columns, causal):
     attention_agrees(heads(rows, columns, B=1), causal, None)
 
 
-@pytest.mark.parametrize("rows, columns, kind, window, causal", [
-    (37, 37, "packed", 0, True), (37, 37, "in any order", 0, True), (37, 37, "alone", 0, True),
-    (37, 37, "none meet", 0, False), (21, 50, "packed", 0, False), (21, 50, "in any order", 0, False),
-    (37, 37, "one", 2, True), (37, 37, "one", 16, True), (37, 37, "one", 17, True), (37, 37, "packed", 40, True),
-    (1, 50, "packed", 17, True), (21, 50, "packed", 1, True), (21, 50, "packed", 17, True)])
-def test_attention_of_documents_and_in_a_window(small_tiles, rows, columns, kind, window, causal):
-    attention_agrees(heads(rows, columns, N=1), causal, documents_of(kind, rows, columns), window)
-
-
-@pytest.mark.parametrize("causal, offset", [(True, 5), (False, 5), (False, 16), (True, 40), (False, 90)])
-def test_windows_of_keys_long_before(small_tiles, causal, offset):
-    """Blocks of scores of context parallelism: some rows, or all, may see nothing."""
-    attention_agrees(heads(33, 35, N=1), causal, None, 20, offset)
+@pytest.mark.parametrize("rows, columns, kind, window, causal, offset", [
+    *((*case, None) for case in (
+        (37, 37, "packed", 0, True), (37, 37, "in any order", 0, True), (37, 37, "alone", 0, True),
+        (37, 37, "none meet", 0, False), (21, 50, "packed", 0, False), (21, 50, "in any order", 0, False),
+        (37, 37, "one", 2, True), (37, 37, "one", 16, True), (37, 37, "one", 17, True), (37, 37, "packed", 40, True),
+        (1, 50, "packed", 17, True), (21, 50, "packed", 1, True), (21, 50, "packed", 17, True))),
+    *((33, 35, "one", 20, *case) for case in ((True, 5), (False, 5), (False, 16), (True, 40), (False, 90)))])
+def test_attention_of_documents_and_in_a_window(small_tiles, rows, columns, kind, window, causal, offset):
+    """With an offset, blocks of scores of context parallelism: some rows, or all, may see nothing."""
+    attention_agrees(heads(rows, columns, N=1), causal, documents_of(kind, rows, columns), window, offset)
 
 
 def test_documents_are_searched_in_chunks_of_1024_tokens():
