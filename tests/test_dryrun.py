@@ -78,11 +78,6 @@ def measured(flags: str) -> dryrun.DryRun:
         return train.measured_step(settings, groups)
 
 
-def formula_of(flags: str, ranks: int, rank: int) -> dict[str, int]:
-    """Bytes by kind of a pipeline rank."""
-    return device.memory_of_rank(config.parse(flags.split(), ranks), rank)
-
-
 def measured_on(flags: str, ranks: int, rank: int) -> dryrun.DryRun:
     with dryrun.fake_world(ranks, rank):
         return measured(flags)
@@ -111,7 +106,8 @@ def test_dry_runs_and_formulas_are_of_the_largest_batch_of_a_ramp():
     for kind, nbytes in ("weights", 4), ("gradients", 4), ("optimizer", 8):  # in fp32 weights are their own masters
         assert constant.peak_of_kind[kind] == pytest.approx(nbytes * count, rel=1e-3)
     for flags in small, f"{BASE} --pp 2 --dp 1 --schedule afab":
-        assert formula_of(flags, 2, 0) == formula_of(f"{flags} --global-batch 8 {batch}", 2, 0)
+        whole, ramped = (config.parse(f"{flags} {more}".split(), 2) for more in ("", f"--global-batch 8 {batch}"))
+        assert device.memory_of_rank(whole, 0) == device.memory_of_rank(ramped, 0)
 
 
 def test_choices_that_do_not_divide_are_dealt_in_turn():
@@ -264,9 +260,9 @@ PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --
     *(pytest.param(*planned, id=f"{number}") for number, planned in enumerate(PLANNED)),
     *(pytest.param(*planned, marks=pytest.mark.slow) for planned in PLANNED_SLOW)])
 def test_the_formulas_are_the_dry_runs_peak(flags, rank):
-    pp = config.parse(flags.split(), 8).grid.pp
-    found = measured_on(flags, 8, rank * (8 // pp))
-    assert sum(formula_of(flags, 8, rank).values()) == pytest.approx(found.peak, rel=0.03)
+    settings = config.parse(flags.split(), 8)
+    found = measured_on(flags, 8, rank * (8 // settings.grid.pp))
+    assert sum(device.memory_of_rank(settings, rank).values()) == pytest.approx(found.peak, rel=0.03)
 
 
 def test_what_a_pipeline_has_sent_is_freed():
