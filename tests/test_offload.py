@@ -219,7 +219,7 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     settings = config.parse(f"{MODEL} --attention math {flags}".split())
     with FakeTensorMode(), ByDevice() as meter:
         _, model, optimizer = grids.build(settings, device="meta", filled=False)
-        train.forward_backward(model, optimizer, micro_batches("meta"), grids.NO_GROUPS)
+        train.forward_backward(model, optimizer, micro_batches("meta")[:1], grids.NO_GROUPS)
         optimizer.step(0.01)
     return meter.at_peak, grids.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
 

@@ -49,7 +49,7 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("name", LADDER)
 def test_every_rung_multiplies_and_sums_in_fp32(name, dtype):
     """To thousands, which fp16 rounds."""
-    M, N, K = (32, 48, 16) if name in SLOW else (32, 48, 64)
+    M, N, K = (32, 32, 16) if name in SLOW else (32, 48, 64)
     a, b = integers(M, K).add(16).to(dtype), integers(K, N, seed=1).add(16).to(dtype)
     assert torch.equal(matmul(small(name), a, b), (a.float() @ b.float()).to(dtype))
 
