@@ -9,8 +9,10 @@ import pytest
 import torch
 from grids import TINY, everyone
 from runs import run
+from watch import in_order
 
 import pp
+from collectives import Pending
 from run import log, start
 from run.meter import Meter
 from schedules import make_plan
@@ -60,16 +62,6 @@ def test_rank_0_writes_who_allocated_memory_after_each_of_six_steps(monkeypatch,
 
 def order_of_waits() -> list[str]:
     """When the engine of this rank of 1f1b waits for a receive, and when an action begins for traces and dry runs."""
-    seen, receive = [], pp.receive
-
-    class Noted:
-        def __init__(self, *arguments):
-            self.pending = receive(*arguments)
-
-        def wait(self):
-            seen.append("wait")
-            return self.pending.wait()
-
     @contextmanager
     def around(action):
         seen.append("begins")
@@ -77,7 +69,8 @@ def order_of_waits() -> list[str]:
 
     weight = torch.nn.Parameter(torch.ones(1))
     engine = pp.Engine(make_plan("1f1b", 2, 2), everyone(), around=around)
-    with patch.object(pp, "receive", Noted):
+    receives = Pending, "wait", lambda each: "wait" if each.call and each.call.operation == "receive" else None
+    with in_order(receives) as seen:
         engine.run(lambda stage, k, x: (torch.ones(1) if x is None else x) * weight, (1,), torch.float32)
     return seen
 
