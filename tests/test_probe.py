@@ -45,12 +45,6 @@ def test_bus_bandwidth_has_the_factors_of_nccl_tests():
                        "broadcast": 1, "reduce": 1, "scatter": 0.875, "gather": 0.875, "send": 1}
 
 
-def test_a_curve_has_a_step_for_each_factor_of_two():
-    rates = {0: 1e3, 1: 7.8e6, 3: 2.5e8, 4: 5e8, 5: 1e9}  # bus bytes per second of payloads of 4**k kB; none of 16 kB
-    found = [probe.Sample(1024 * 4 ** k, 1024 * 4 ** k * 0.5 / rate, 0, 0) for k, rate in rates.items()]
-    assert probe.curve(found, 0.5, 1e9) == "▁▁·▆▇█"
-
-
 def test_a_slow_pair_is_named_and_judged_among_pairs_of_its_kind():
     seconds = torch.full((4, 4), 1e-4, dtype=torch.float64)
     seconds[0:2, 2:4] = seconds[2:4, 0:2] = 5e-4  # two nodes of two ranks
@@ -95,9 +89,9 @@ def short_probe(flags: list[str], local_ranks: int, slow: tuple[int, ...]) -> st
         time.sleep(0.1 * ({to, dist.get_rank()} == set(slow)))
         exchange(group, outgoing, to, incoming, source)
 
-    small = dict(SECONDS={"cpu": 0}, TURNS=2)
-    with patch.multiple(probe, **small), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_ranks)), patch.object(
-            probe.ring, "exchange", exchange_slowly), contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (patch.multiple(probe, SECONDS={"cpu": 0}, TURNS=2), patch.object(probe.ring, "exchange", exchange_slowly),
+          patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_ranks)),
+          contextlib.redirect_stdout(io.StringIO()) as printed):
         probe.probe(*probe.parse(flags, dist.get_world_size()), torch.device("cpu"))
     return printed.getvalue()
 
@@ -186,10 +180,12 @@ def test_rates_of_the_host_count_what_is_read_and_written(alone, monkeypatch):
 
 
 def test_a_probe_prints_microseconds_and_bus_bandwidth(monkeypatch):
+    """And a curve, with a step for each factor of two."""
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    found = [probe.Sample(1 << 20, 2e-3, 1e-3, 4e-3), probe.Sample(1 << 22, 4e-3, 3e-3, 5e-3)]
+    rates = {0: 1e3, 1: 7.8e6, 3: 2.5e8, 4: 5e8, 5: 1e9}  # bus bytes per second of payloads of 4**k kB; none of 16 kB
+    found = [probe.Sample(1024 * 4 ** k, 1024 * 4 ** k * 0.5 / rate, 1e-3, 4e-3) for k, rate in rates.items()]
     group = SimpleNamespace(size=2, process_group=None)
     lines = probe.describe("dp", group, dict(all_gather=found), dict(all_gather=probe.Fit(15e-6, 0.75e9, 0.2)))
-    assert lines[3].split() == ["all_gather", "1,048,576", "2,000.0", "1,000", "to", "4,000", "0.524", "0.262"]
-    assert lines[-2].split() == ["all_gather", "15.0", "0.750", "20%", "·····▇█"]
+    assert lines[6].split() == ["all_gather", "262,144", "262.1", "1,000", "to", "4,000", "1.000", "0.500"]
+    assert lines[-2].split() == ["all_gather", "15.0", "0.750", "20%", "▁▁·▆▇█"]
