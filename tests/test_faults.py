@@ -224,9 +224,8 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
 def compare_after_a_flip(flags: str, rank: int, what: str) -> None:
     """Calls check_replicas when one bit of a tensor, of this rank and bucket 0, is another one."""
     _, groups, model, optimizer, share = runs.first_step(f"{SMALL} {flags}")
-    for _ in range(2):
-        train.forward_backward(model, optimizer, share, groups)
-        optimizer.step(0.01)
+    train.forward_backward(model, optimizer, share, groups)
+    optimizer.step(0.01)
     bucket = optimizer.buckets[0]
     tensors = bucket.state | dict(weights=bucket.weights, bias=model.routers[0].bias if model.routers else None,
                                   steps=optimizer.steps)
@@ -442,30 +441,23 @@ def end_of(capsys, error: Exception, dog: faults.Watchdog, timer: Mock | None = 
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error, lost", [
-    (RuntimeError("Connection closed by peer"), True), (dist.DistBackendError("NCCL error"), True),
-    (torch.AcceleratorError("CUDA error: an illegal memory access"), False),
-    (torch.OutOfMemoryError("CUDA out of memory"), False), (TypeError("no tensor"), False), (KeyError(), False),
-], ids=["gloo", "NCCL", "GPU", "memory", "usage", "no message"])
-def test_an_error_while_a_rank_waits_is_a_lost_connection_only_if_it_is_one_of_the_network(monkeypatch, capsys, error,
-                                                                                           lost):
-    """Of all ranks that fail only the first speaks, with a traceback if that says more."""
+@pytest.mark.parametrize("error, waits, lost", [
+    (RuntimeError("Connection closed by peer"), True, True), (dist.DistBackendError("NCCL error"), True, True),
+    (torch.AcceleratorError("CUDA error: an illegal memory access"), True, False),
+    (torch.OutOfMemoryError("CUDA out of memory"), True, False), (TypeError("no tensor"), True, False),
+    (KeyError(), True, False), (RuntimeError("a fault of its own"), False, False),
+], ids=["gloo", "NCCL", "GPU", "memory", "usage", "no message", "computes"])
+def test_an_error_is_a_lost_connection_only_if_a_rank_waits_and_it_is_one_of_the_network(monkeypatch, capsys, error,
+                                                                                         waits, lost):
+    """Of all ranks that fail only the first speaks, with a traceback if that says more. Those that lose a connection
+    wait a second before they ask who reports; who fails has asked when it ends."""
     dog, says = dog_without_a_thread(), "all_reduce, call 3 on axis world (ranks 0, 1), lost its connection: " * lost
-    monkeypatch.setattr(faults.record, "waiting_for", Call("all_reduce", "world", 3))
-    said = end_of(capsys, error, dog)
+    monkeypatch.setattr(faults.record, "waiting_for", Call("all_reduce", "world", 3) if waits else None)
+    with in_order((faults.Watchdog, "is_first_to_report", "asks")) as done:
+        said = end_of(capsys, error, dog, sleep=done.append)
     assert said.splitlines()[-1] == f"train.py: rank 0 failed in step 3: {says}{str(error) or 'KeyError'}"
+    assert done == [1] * lost + ["asks"]
     assert (said.count("\n") == 1) == lost and end_of(capsys, error, dog) == ""
-
-
-@pytest.mark.parametrize("waits, does", [(None, ["asks"]), (Call("gather", "dp", 1), [1, "asks"])],
-                         ids=["fails", "loses"])
-def test_a_rank_that_fails_reports_before_those_that_lose_their_connection_to_it(monkeypatch, capsys, waits, does):
-    """They wait a second before they ask who reports, and it has asked when it ends."""
-    done, dog = [], dog_without_a_thread()
-    dog.is_first_to_report = lambda: done.append("asks") or True
-    monkeypatch.setattr(faults.record, "waiting_for", waits)
-    end_of(capsys, RuntimeError(), dog, sleep=done.append)
-    assert done == does
 
 
 def test_a_rank_whose_report_fails_reports_alone_and_ends(monkeypatch, capsys):
