@@ -44,16 +44,9 @@ def corpora(tmp_path_factory):
 
 def run(folder, flags: str) -> tuple[list[dict], list[tuple]]:
     """(the metrics of every step, (seed, sample numbers) of every micro-batch that was read)"""
-    read, usual = [], Samples.micro_batch
-
-    def micro_batch(samples, numbers):
-        read.append((samples.seed, numbers))
-        return usual(samples, numbers)
-
-    file = folder / "metrics"
-    with patch.object(Samples, "micro_batch", micro_batch):
-        runs.run(f"{MODEL} --data {folder}/train.npy --metrics {file} {flags}")
-    return runs.metrics(file), read
+    with in_order((Samples, "micro_batch", lambda samples, numbers: (samples.seed, numbers))) as read:
+        runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}")
+    return runs.metrics(folder / "metrics"), read
 
 
 def loss_of(w: dict, spans: list[int], corpus: np.ndarray, settings: config.Config, z_loss=0.0) -> torch.Tensor:

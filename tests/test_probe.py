@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from program import python
+from watch import in_order
 
 from bench import probe
 from collectives import Group
@@ -83,13 +84,10 @@ def test_a_probe_needs_ranks():
 
 def short_probe(flags: list[str], local_ranks: int, slow: tuple[int, ...]) -> str:
     """What the first rank prints of a short probe, of nodes with so many ranks, in which one pair is slow."""
-    exchange = probe.ring.exchange
-
-    def exchange_slowly(group, outgoing, to, incoming, source):
+    def delay(group, outgoing, to, *_):
         time.sleep(0.1 * ({to, dist.get_rank()} == set(slow)))
-        exchange(group, outgoing, to, incoming, source)
 
-    with (patch.multiple(probe, SECONDS={"cpu": 0}, TURNS=2), patch.object(probe.ring, "exchange", exchange_slowly),
+    with (patch.multiple(probe, SECONDS={"cpu": 0}, TURNS=2), in_order((probe.ring, "exchange", delay)),
           patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_ranks)),
           contextlib.redirect_stdout(io.StringIO()) as printed):
         probe.probe(*probe.parse(flags, dist.get_world_size()), torch.device("cpu"))
