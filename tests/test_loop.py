@@ -1,5 +1,4 @@
 """The loop of train.py: what it reads, at which rate it steps, and what its metrics say, after every step."""
-import contextlib
 import threading
 from collections import Counter
 from pathlib import Path
@@ -186,35 +185,22 @@ READS = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__f
 
 
 def waits(flags: str) -> list[int]:
-    """How often a rank waits for a GPU while it issues a step and reads the step before, for each step: for the values
-    of a tensor, or for those that the size of a result depends on."""
-    inside = [False]
-
-    def within(owner, name, waits=True):
-        def call(*args, **how):
-            inside.append(waits)
-            result = usual(*args, **how)
-            inside.pop()
-            return result
-        usual = getattr(owner, name)
-        return patch.object(owner, name, call)
-
-    def asks(*_, **__):
-        return "wait" if inside[-1] else None
-
+    """How often a rank waits for a GPU from the beginning of each step to that of the next: for the values of a tensor,
+    or for those that the size of a result depends on."""
     def see(function, args, kwargs, out):
         is_method = function == torch.ops.aten._local_scalar_dense.default  # one of READS
-        if inside[-1] and not is_method and "output_size" not in kwargs and reads_values(function, args):
+        if not is_method and "output_size" not in kwargs and reads_values(function, args):
             events.append("wait")
 
-    with contextlib.ExitStack() as stack:
-        for owner, name in ((job, "read"), (train, "forward_backward"), (Optimizer, "step"),
-                            (train, "update_balance"), (job.Run, "end_step"), (job, "read_results")):
-            stack.enter_context(within(owner, name))
-        stack.enter_context(within(cp, "visible_blocks", waits=False))  # documents that have never left the host
-        stack.enter_context(patch.object(job, "reads_late", lambda device: True))
-        events = stack.enter_context(in_order((job, "read", "step"), *((torch.Tensor, name, asks) for name in READS)))
-        stack.enter_context(Watch(see))
+    def of_host(*args, usual=cp.visible_blocks):
+        before = len(events)
+        blocks = usual(*args)
+        del events[before:]  # of documents that have never left the host
+        return blocks
+
+    calls = (job, "read", "step"), *((torch.Tensor, name, "wait") for name in READS)
+    with (in_order(*calls) as events, patch.object(job, "reads_late", lambda device: True),
+          patch.object(cp, "visible_blocks", of_host), Watch(see)):
         runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
                  f"--metrics /dev/null --global-batch 8 {flags}")
     return [step.count("wait") for step in " ".join(events).split("step")[2:-1]]  # but for the first and the last
