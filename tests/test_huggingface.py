@@ -118,8 +118,8 @@ def weights_of(llama: Llama) -> Source:
     return lambda spec, box: weights[spec.name][box]
 
 
-def export(llama: Llama, folder, dtype: str = "fp32", **rest) -> None:
-    huggingface.export(str(folder), llama.model, specs_of(llama), weights_of(llama), dtype, **rest)
+def export(llama: Llama, folder, **rest) -> None:
+    huggingface.export(str(folder), llama.model, specs_of(llama), weights_of(llama), "fp32", **rest)
 
 
 def logits(model) -> torch.Tensor:
