@@ -659,13 +659,6 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, w
 
 # ---- disks ----------------------------------------------------------------------------------------------------------
 
-def test_metrics_of_an_earlier_run_stay_until_a_step_is_done(tmp_path):
-    (tmp_path / "m").write_text('{"step": 0}\n')
-    with patch.object(train, "forward_backward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
-        run(f"--steps 2 --metrics {tmp_path}/m")
-    assert (tmp_path / "m").read_text() == '{"step": 0}\n'
-
-
 def fill_disk(folder: Path) -> None:
     """No file can grow beyond 4 kB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
