@@ -5,6 +5,7 @@ from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
+import grids
 import pytest
 import torch
 import torch.distributed as dist
@@ -303,12 +304,13 @@ KERNELS = {"sdpa": SDPA, "math": MATH,
            "unrounded": AttentionKernel(None, unrounded(MATH.forward), unrounded(MATH.backward))}
 
 
-def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, mask: Mask = CAUSAL) -> tuple:
-    """o, dq, dk, dv of this rank's tokens, and where they are."""
+def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, mask: Mask = CAUSAL) -> list[tuple]:
+    """o, dq, dk, dv of this rank's tokens, as pieces that grids.whole puts together."""
     q, k, v, do, mine = own_inputs(dtype, scale)
     o = attention_of(style, mask, KERNELS[kernel])(q, k, v)
     o.backward(do)
-    return o.detach(), q.grad, k.grad, v.grad, mine
+    return [(name, (*part.shape[:2], S, D), (slice(None), slice(None), mine), True, part)
+            for name, part in (("o", o.detach()), ("dq", q.grad), ("dk", k.grad), ("dv", v.grad))]
 
 
 def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask: Mask = CAUSAL) -> list[torch.Tensor]:
@@ -392,29 +394,6 @@ def test_auto_takes_our_kernel_where_torchs_would_read_a_mask(kernel, mask, D, d
     assert on_cpu.attend is attends[chosen if kernel != "auto" else "sdpa"]
 
 
-@pytest.mark.parametrize("selects", [False, True])
-def test_selective_recomputation_saves_no_scores_of_plain_attention(selects):
-    saved, (q, k, v, do) = [], (x.requires_grad_() for x in inputs(torch.float64))
-    attend = context_parallel({}, "allgather", S, CAUSAL, MATH, recompute=selects)
-    save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape[-2:]) or x, lambda x: x)
-    with save:
-        o = attend(q, k, v)
-    o.backward(do)
-    assert ((S, S) in saved) != selects
-    for grad, want in zip((q.grad, k.grad, v.grad), exact()[1:]):
-        assert (grad - want).abs().max() < 1e-10
-
-
-def put_together(results: list[tuple]) -> list[torch.Tensor]:
-    wholes = []
-    for parts in zip(*(result[:4] for result in results)):
-        whole = parts[0].new_full((*parts[0].shape[:2], S, D), torch.nan)
-        for part, result in zip(parts, results):
-            whole[:, :, result[4]] = part
-        wholes.append(whole)
-    return wholes
-
-
 @cache
 def exact(scale=1.0, documents=False, window=0) -> list[torch.Tensor]:
     return at_once(*inputs(torch.float64, scale), mask_of(documents_of(S) if documents else None, window))
@@ -434,7 +413,7 @@ def test_attention_by_blocks_equals_attention_at_once(pool, style, c):
         dict(style=style, kernel=kernel, scale=scale, mask=mask_of(documents_of(S) if documents else None, window))
         for kernel, scale, documents, window in CASES])
     for case, ranks in zip(CASES, results):
-        for name, have, want in zip(("o", "dq", "dk", "dv"), put_together(ranks), exact(*case[1:])):
+        for (name, have), want in zip(grids.whole(ranks).items(), exact(*case[1:]), strict=True):
             error = (have - want).abs().max() / max(want.abs().max(), 1e-3)  # in a window of 1 scores have no slope
             assert error < 1e-10, f"{name} of {case} is {error:.1e} off"
 
@@ -468,17 +447,17 @@ def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D,
 @pytest.mark.parametrize("style", BLOCK_STYLES)
 def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
     """So each number is half a unit in the last place off, given that backward reads the rounded result."""
-    found = put_together(pool.run(3, "test_cp:attended", style=style, kernel="unrounded", dtype=torch.bfloat16))
+    found = grids.whole(pool.run(3, "test_cp:attended", style=style, kernel="unrounded", dtype=torch.bfloat16))
     q, k, v, do = (x.double() for x in inputs(torch.bfloat16))
     o, lse = MATH.forward(q, k, v, CAUSAL)
-    wants = o, *MATH.backward(do, q, k, v, found[0].double(), lse, CAUSAL)
-    for name, have, want in zip(("o", "dq", "dk", "dv"), found, wants):
+    wants = o, *MATH.backward(do, q, k, v, found["o"].double(), lse, CAUSAL)
+    for (name, have), want in zip(found.items(), wants, strict=True):
         assert ((have.double() - want).abs() <= 2**-8 * want.abs() + 1e-5).all(), name
 
 
 # ---- what is sent, what is saved, and when --------------------------------------------------------------------------
 
-def metered(style: str, dtype: torch.dtype = torch.float32) -> dict:
+def metered(style: str, dtype: torch.dtype) -> dict:
     q, k, v, do, _ = own_inputs(dtype)
     meter, out = Meter(), {}
 
@@ -499,40 +478,29 @@ def metered(style: str, dtype: torch.dtype = torch.float32) -> dict:
     return out
 
 
-@pytest.mark.parametrize("c, dtype", [(2, torch.bfloat16), (4, torch.float32), *slow((2, torch.float32),
-                                                                                     (8, torch.float32))])
-@pytest.mark.parametrize("style", CP_STYLES)
+@pytest.mark.parametrize("style, c, dtype", [
+    *((style, *case) for case in ((2, torch.bfloat16), (4, torch.float32)) for style in CP_STYLES),
+    ("ring 2", 4, torch.float32), ("allgather 2", 4, torch.float32),
+    *slow(*((*case, torch.float32) for case in (*product(CP_STYLES, (2, 8)), ("ring 2", 8), ("ring 4", 8))))])
 def test_bytes_sent_and_saved_are_those_of_the_table(pool, style, c, dtype):
-    """Block by block, gradients of keys and values are summed, and so sent, in fp32. Saved: o and lse of the own
-    tokens, besides q, k and v. Besides them: two shards of K and V, or all of them."""
-    s, e = B * S // c, dtype.itemsize
-    q, k = N * D, K * D
-    copies = c // math.gcd(c, K)
-    both = [(c - 1) * 2 * s * k * e, (c - 1) * 2 * s * k * (e + 4)]
-    if style == "ulysses":
-        both = 2 * [(c - 1) * s * (2 * q + 2 * k * copies) * e // c]
+    """Heads among `near` neighbours, and then keys of 1/near of the heads among the c / near that have these heads.
+    Block by block, gradients of keys and values are summed, and so sent, in fp32. Saved: o and lse of the own tokens,
+    besides q, k and v. Besides them: two shards of K and V, or all of them."""
+    near = c if style == "ulysses" else int(style.partition(" ")[2] or 1)
+    s, e, q, k = B * S // c, dtype.itemsize, N * D, K * (near // math.gcd(near, K)) * D
+    of_heads, of_keys = (near - 1) * s * (2 * q + 2 * k) * e // near, (c // near - 1) * 2 * s * k
+    axes = ("cp_heads", "cp_keys") if 1 < near < c else ("cp", "cp")
     for seen in pool.run(c, "test_cp:metered", style=style, dtype=dtype):
-        assert [sum(seen[way].values()) for way in ("sent forward", "sent backward")] == both
+        for way, width in ("sent forward", e), ("sent backward", e + 4):
+            assert seen[way] == {axis: sent for axis, sent in zip(axes, (of_heads, of_keys * width)) if sent}
         if style == "ulysses":  # all tokens with 1/c of the heads, once: exchanged ones are gone
-            assert seen["before attention"] == s * e * (q + 2 * k * copies)
-        elif dtype == torch.float32:
+            assert seen["before attention"] == s * e * (q + 2 * k)
+        elif near == 1 and dtype == torch.float32:
             assert seen["saved"] == s * 4 * (q + N)
             shards = 2 if style == "ring" else c + 1  # also the own one, as it is sent
             block = s * 4 * (q + N) + s * 4 * q  # the result of a block; what merging it takes
             meanwhile, keys = seen["peak forward"] - seen["saved"], shards * 2 * s * 4 * k
             assert keys <= meanwhile <= keys + block + 2 * s * 4 * N
-
-
-@pytest.mark.parametrize("style, c", [("ring 2", 4), ("allgather 2", 4), *slow(("ring 2", 8), ("ring 4", 8))])
-def test_of_two_exchanges_each_sends_its_own_bytes(pool, style, c):
-    """Heads among `near` neighbours, and then keys of 1/near of the heads among the c / near that have these heads."""
-    near = int(style.split()[1])
-    far, s, q, k = c // near, B * S // c, N * D, K * (near // math.gcd(near, K)) * D
-    heads = (near - 1) * s * (2 * q + 2 * k) * 4 // near
-    keys = (far - 1) * 2 * s * k
-    for seen in pool.run(c, "test_cp:metered", style=style):
-        assert seen["sent forward"] == {"cp_heads": heads, "cp_keys": keys * 4}
-        assert seen["sent backward"] == {"cp_heads": heads, "cp_keys": keys * 8}
 
 
 def gathered_latents(whole: torch.Tensor, grads: list[torch.Tensor]) -> tuple:
