@@ -288,10 +288,11 @@ def test_gradients_that_are_sent_to_nobody_are_not_rounded():
 @pytest.mark.parametrize("flags", ["--zero 0", "--zero 3 --dp-replicate 2"])
 def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduction(pool, flags):
     """Half a unit in the last place (2^-9) of each rank's term, and of each partial sum of n ranks."""
-    exact, rounded = for_each(pool, 4, "sharding:reduced", [
-        dict(flags=f"{flags} --reduce-dtype {dtype}") for dtype in ("fp32", "bf16")])
+    exact, rounded = for_each(pool, 4, "sharding:sent", [
+        dict(flags=f"--global-batch 16 --micro-batch 2 {flags} --reduce-dtype {dtype}", dtype=torch.bfloat16)
+        for dtype in ("fp32", "bf16")])
     for one, half in zip(exact, rounded):
-        assert 2 * half["sent"] == one["sent"]
+        assert all(2 * half["by_op"][op] == one["by_op"][op] for op in ("allreduce_", "_reduce_scatter_base_"))
     exact, rounded = (grids.whole([rank["grads"] for rank in ranks]) for ranks in (exact, rounded))
     errors = [(rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact]
     assert 2**-12 < max(errors) < 4 * 2**-9

@@ -38,16 +38,17 @@ def built(flags: str, dtype: torch.dtype):
 
 
 def sent(flags: str, dtype: torch.dtype) -> dict:
-    """Bytes of gradients and weights that a second step sends, and what they are counted against."""
+    """Bytes of gradients and weights that a second step sends, what they are counted against, and its gradients."""
     groups, model, optimizer, share = built(flags, dtype)
-    for _ in range(2):
+    for lr in 0.0, 1e-3:
         with Meter(memory=False) as meter:
             train.forward_backward(model, optimizer, share, groups)
-            optimizer.step(1e-3)
+            grads = grids.pieces(optimizer, "grad")
+            optimizer.step(lr)
     factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
     buckets = [call for call in meter.collectives if len(call.shape) == 1 and call.shape != (1,)]  # not the norm
     by_op = {op: sum(call.bytes for call in buckets if call.name == op) * times for op, times in factor.items()}
-    return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(),
+    return dict(by_op=by_op, others={call.name for call in meter.collectives} - factor.keys(), grads=grads,
                 padded=[bucket.numel for bucket in optimizer.buckets])
 
 
@@ -185,14 +186,3 @@ def events(flags: str) -> list[str]:
                   (zero.ShardedBucket, "ready", "ready"), (optimizer, "finish_step", "finish")) as seen:
         train.forward_backward(model, optimizer, share, groups)
     return seen
-
-
-def reduced(flags: str) -> dict:
-    """Bytes of gradients that a step sends, and the gradients."""
-    groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.bfloat16)
-    with Meter(memory=False) as meter:
-        train.forward_backward(model, optimizer, share, groups)
-    calls = [call for call in meter.collectives  # but for counts of tokens and losses, of which there are one or two
-             if len(call.shape) == 1 and call.shape[0] > 2 and "allgather" not in call.name]
-    return dict(grads=grids.pieces(optimizer, "grad"),
-                sent=sum(call.bytes * (2 if call.name == "allreduce_" else 1) for call in calls))
