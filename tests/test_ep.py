@@ -36,23 +36,15 @@ B, S = 8, 6
 
 
 def make_layer(flags: str, group, dtype=torch.float64) -> MixtureOfExperts:
+    """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
     settings = config.parse(flags.split())
     optim, groups = settings.optim, {"ep": group, "edp": ALONE}
     balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     layer = MixtureOfExperts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), groups, balance)
     for weight in layer.parameters():
-        weight.data = weights_of(settings)[weight.spec.name][weight.box].to(dtype)
+        weight.data = (10 * draw(0)(weight.spec, weight.box).double()).to(dtype)
+    layer.router.weight.data[2, 0], layer.router.weight.data[5, 1] = -30, 6
     return layer
-
-
-def weights_of(settings: config.Config) -> dict[str, torch.Tensor]:
-    """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
-    make = partial(parameter, groups={}, dtype=torch.float64)
-    layer = MixtureOfExperts(0, settings.model, make, {}, ep.Balance())
-    weights = {w.spec.name: 10 * draw(0)(w.spec, w.box).double() for w in layer.parameters()}
-    weights["layers.0.router"][2, 0] = -30
-    weights["layers.0.router"][5, 1] = 6
-    return weights
 
 
 def inputs() -> torch.Tensor:
@@ -86,7 +78,7 @@ def on_ranks(kind: str) -> dict:
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
     settings = config.parse(KINDS[kind].split())
-    weights = {name: w.requires_grad_() for name, w in weights_of(settings).items()}
+    weights = {weight.spec.name: weight for weight in make_layer(KINDS[kind], ALONE).parameters()}
     x = inputs().requires_grad_()
     mixture = reference.mixture(x, weights, "layers.0.", torch.zeros(8), settings.model)
     want, loads = mixture[0], mixture[1]

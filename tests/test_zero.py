@@ -2,7 +2,6 @@
 import math
 from functools import cache
 from itertools import chain
-from types import SimpleNamespace
 
 import grids
 import pytest
@@ -11,7 +10,7 @@ from grids import MIXTRAL, NO_GROUPS, for_each
 from pool import slow
 from sharding import Unit
 from torch import nn
-from watch import in_order
+from watch import in_order, waits
 
 import zero
 from collectives import ALONE
@@ -193,16 +192,13 @@ def test_at_level_3_units_are_gathered_one_ahead_and_only_the_head_stays_whole_u
     assert seen == 2 * (forward + [stay] + backward + forward)
 
 
-def test_new_values_wait_for_a_gather_of_the_old_ones(monkeypatch):
+def test_new_values_wait_for_a_gather_of_the_old_ones():
     """Else it would overwrite them when it ends."""
-    events = []
-    monkeypatch.setattr(zero, "all_gather", lambda *_, **__: (
-        events.append("gather"), SimpleNamespace(wait=lambda: events.append("wait")))[1])
-    with dryrun.fake_world(2, 0):
+    with dryrun.fake_world(2, 0), in_order((zero, "all_gather", "gather"), waits("wait")) as events:
         optimizer = Optimizer({0: [Unit(Spec("a", (4, 4)))]}, sharded(), level=1)
         for _ in range(2):
             optimizer.load(lambda spec, box: (events.append("read"), torch.ones([s.stop - s.start for s in box]))[1])
-    assert events == ["read", "gather", "wait", "read", "wait", "gather"]
+    assert events == ["read", "gather", "wait", "read", "gather"]
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -386,34 +382,24 @@ def test_fp16_takes_the_step_of_fp32(pool, clip):
 
 
 def test_the_loss_scale_follows_the_rule_of_torch():
-    ours, theirs = zero.LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu")
+    """Also where each step is another optimizer's, which goes on with the state that checkpoints have."""
+    rejected = (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
+    optimizers = [make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in (*rejected, "after them")]
+    ours, theirs = optimizers[0].loss_scale, torch.amp.GradScaler("cpu")
     assert (ours.value, ours.interval) == (theirs.get_scale(), theirs.get_growth_interval())
-    ours.interval = 3
     theirs.set_growth_interval(3)
     weight = torch.zeros(1, requires_grad=True)
     rule = torch.optim.SGD([weight], lr=0.0)
-    for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
+    for bad, optimizer, after in zip(rejected, optimizers, optimizers[1:]):
         weight.grad = torch.tensor([torch.inf if bad else 1.0])
         theirs.scale(torch.zeros(1))
         theirs.step(rule)
         theirs.update()
-        ours.update(torch.tensor(float(bad)))
-        assert ours.value.item() == theirs.get_scale()
-
-
-def test_the_loss_scale_goes_on_where_it_was():
-    """Its value, and the steps towards the next doubling, are in the state that checkpoints have."""
-    optimizers = [make(Spec("w", (4,)), dtype=torch.float16)[1] for _ in range(2)]
-    first, second = (optimizer.loss_scale for optimizer in optimizers)
-    first.interval = second.interval = 5
-    for _ in range(3):
-        first.update(torch.zeros(()))
-    for name, number in optimizers[1].extra_state().items():
-        number.copy_(optimizers[0].extra_state()[name])
-    for steps in range(4, 11):  # doubled on the fifth, and on the tenth
-        for scale in first, second:
-            scale.update(torch.zeros(()))
-        assert first.value == second.value == 2.0 ** (16 + steps // 5)
+        optimizer.loss_scale.interval = 3
+        optimizer.loss_scale.update(torch.tensor(float(bad)))
+        for name, number in after.extra_state().items():
+            number.copy_(optimizer.extra_state()[name])
+        assert after.loss_scale.value.item() == theirs.get_scale()
 
 
 def test_bf16_moments_train_almost_as_fp32_ones(pool):
