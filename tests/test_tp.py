@@ -28,17 +28,15 @@ import fp8
 import kernels
 import param
 import tp
-import train
 from collectives import ALONE
 from config import FP8_RECIPES
-from groups import build_groups
 from param import Spec, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes
 from recompute import Recompute
-from run import dryrun
 from run.meter import Meter
 from run.sampling import sample
+from test_dryrun import measured_on
 from tp import IGNORED, MATMUL, Column, Row, TensorParallel
 
 SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
@@ -192,14 +190,9 @@ def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
 def test_hidden_gathers_of_weight_gradients_raise_the_peak_by_one_gathered_tensor_at_most(
         monkeypatch, t, schedule, rank):
     """Over what is alive if each gather begins when its turn comes."""
-    settings = config.parse(("--layers 4 --hidden 256 --heads 8 --ffn 896 --vocab 64 --seq 256 --global-batch 4 "
-                             f"--micro-batch 1 --dtype fp32 --tp {t} --pp 2 --schedule {schedule}").split(), 2 * t)
-
     def peaks_of_weight_gradients() -> list[int]:
-        with dryrun.fake_world(2 * t, rank):
-            groups = build_groups(settings.grid, settings.model)
-            with dryrun.fake_tensors():
-                found = train.measured_step(settings, groups)
+        found = measured_on("--layers 4 --hidden 256 --heads 8 --ffn 896 --vocab 64 --seq 256 --global-batch 4 "
+                            f"--micro-batch 1 --dtype fp32 --tp {t} --pp 2 --schedule {schedule}", 2 * t, rank)
         return [peak for action, peak in found.peak_of_action if action.op == "W"]
 
     hidden, gather = peaks_of_weight_gradients(), TensorParallel.gather
