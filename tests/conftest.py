@@ -34,6 +34,11 @@ def kernels_run():
         assert not getattr(sys.modules["kernels"], "failed", {})
 
 
+def pytest_configure():
+    if " " in ROOT:
+        pytest.exit(f"{ROOT}: tests split command lines at spaces, clone into a folder whose path has none", 2)
+
+
 def pytest_addoption(parser):
     parser.addoption("--grids", type=int, default=20, help="with -m random: how many grids")
     parser.addoption("--record", action="store_true", help="with -m baseline: record what the program does now")
