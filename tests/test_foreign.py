@@ -17,7 +17,7 @@ from learn.judge import Run
 
 pytestmark = pytest.mark.foreign
 FOREIGN = Path(__file__).parent / "help" / "foreign.py"
-WAYS = ["accelerate", "deepspeed-1", "deepspeed-2", "deepspeed-3", "megatron", "megatron-ddp", "megatron-tensor",
+WAYS = ["accelerate", "deepspeed-1", "deepspeed-2", "deepspeed-3", "megatron-ddp", "megatron-tensor",
         "megatron-sequence", "transformers-Llama", "transformers-Qwen3", "torchtitan-spmd_types-fsdp",
         *(f"torchtitan-{backend}_dtensor-{name}" for backend in ("partial", "full")
           for name in ("fsdp", "tensor", "sequence"))]
@@ -79,7 +79,7 @@ def test_gradients_that_sequence_parallelism_leaves_to_the_trainer_are_named(fol
 
 def test_a_gradient_that_megatron_core_sums_twice_is_named(folder):
     """What only depends on it, as the norm before the matrix, is twice as large; what precedes is off by no factor."""
-    found = lines(folder, "megatron", "reduced twice")
+    found = lines(folder, "megatron-tensor", "reduced twice")
     assert any("gradient of norm.weight, norm.bias: is 2.000 times one process's: tp = 2" in line for line in found)
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 tests/help/foreign.py WAY FOLDER [FAULT]
 """
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.par
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from judged import BALANCE, SEQ, SEQUENCES, STEPS, VOCAB, Net, data, scale, summed, train_steps
+from judged import BALANCE, SEQ, SEQUENCES, STEPS, VOCAB, Net, data, loss_of, scale, summed, train_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,9 +27,7 @@ LR = 0.01
 def make() -> nn.Module:
     """Its vocabulary can be divided by two."""
     torch.manual_seed(0)
-    net = Net()
-    net.embed, net.head = nn.Embedding(VOCAB + 1, 16), nn.Linear(16, VOCAB + 1)
-    return net
+    return Net(VOCAB + 1)
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -38,27 +36,12 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 def one(folder: str, fault: str) -> None:
     net = make()
-    train_steps(Record(folder), net, adamw(net), lambda step: backward_of_all(net, step))
 
+    def backward(step: int) -> None:
+        tokens, labels = data(step)
+        loss_of(net, tokens, labels, (labels >= 0).sum()).backward()
 
-def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """This part's terms of the global batch's loss."""
-    logits, balancing = model(tokens)
-    return summed(logits, labels) / valid + BALANCE * balancing / SEQUENCES
-
-
-def backward_of_all(model: nn.Module, step: int) -> None:
-    tokens, labels = data(step)
-    loss_of(model, tokens, labels, (labels >= 0).sum()).backward()
-
-
-def clip_shards(net: nn.Module, divided: Container[str]) -> None:
-    """divided: names of parameters of which this rank has a part."""
-    squares = torch.zeros(2)
-    for name, p in net.named_parameters():
-        squares[int(name in divided)] += p.grad.square().sum()
-    dist.all_reduce(squares[1])
-    scale(net, squares.sum().sqrt())
+    train_steps(Record(folder), net, adamw(net), backward)
 
 
 def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -115,34 +98,6 @@ def by_deepspeed(folder: str, fault: str, level: int) -> None:
     record.close(pieces(False))
 
 
-def by_megatron(folder: str, fault: str) -> None:
-    """Megatron-Core's f and g around plain shards of two matrices, which `place` locates."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import mappings
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    group, rank, net = parallel_state.get_tensor_model_parallel_group(), dist.get_rank(), make()
-    cut = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # name -> the dimension that is sharded
-    for name, dim in cut.items():
-        param = net.get_parameter(name)
-        param.data = param.data.chunk(2, dim)[rank].clone()
-    f = mappings.copy_to_tensor_model_parallel_region
-    net.up.register_forward_pre_hook(
-        lambda _, x: f(f(x[0], group=group), group=group) if fault == "reduced twice" else f(x[0], group=group))
-    net.down.register_forward_hook(lambda down, x, y: down.bias + mappings.reduce_from_tensor_model_parallel_region(
-        y - down.bias, group=group))
-
-    def place(name: str, x: Tensor) -> tuple[str, tuple[slice, ...] | None]:
-        box = [slice(0, n) for n in x.shape]
-        if name in cut:
-            size = x.shape[cut[name]]
-            box[cut[name]] = slice(rank * size, (rank + 1) * size)
-        return name, tuple(box)
-
-    train_steps(Record(folder, axes=dict(tp=2), place=place), net, adamw(net),
-                lambda step: backward_of_all(net, step), lambda net: clip_shards(net, cut))
-
-
 def megatron(tp: int, **options) -> Any:
     """Its configuration. It asks CUDA for the device where it allocates."""
     from megatron.core import parallel_state
@@ -177,6 +132,8 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
             if ours.shape != whole.shape:
                 boxes[f"{module}.{name}"] = box
         setattr(net, module, layer)
+    if fault == "reduced twice":
+        net.up.register_forward_pre_hook(lambda up, x: mpu.copy_to_tensor_model_parallel_region(x[0]))
     terms = [*net.positions.parameters(), *net.norm.parameters(), net.down.bias]
     if fault == "not reduced" or not sequence and fault != "reduced":
         terms = []
@@ -196,8 +153,15 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
         for p in terms:
             dist.all_reduce(p.grad)
 
-    train_steps(Record(folder, dict(tp=world), lambda name, x: (name, boxes.get(name))), net, adamw(net), backward,
-                lambda net: clip_shards(net, boxes))
+    def clip(net: nn.Module) -> None:
+        squares = torch.zeros(2)  # of what is whole, and of what is divided
+        for name, p in net.named_parameters():
+            squares[int(name in boxes)] += p.grad.square().sum()
+        dist.all_reduce(squares[1])
+        scale(net, squares.sum().sqrt())
+
+    record = Record(folder, dict(tp=world), lambda name, x: (name, boxes.get(name)))
+    train_steps(record, net, adamw(net), backward, clip)
 
 
 def by_megatron_ddp(folder: str, fault: str) -> None:
@@ -307,7 +271,7 @@ def by_torchtitan(folder: str, fault: str, backend: str, tp: int, sequence: bool
 
 
 WAYS = dict(
-    one=one, accelerate=by_accelerate, megatron=by_megatron,
+    one=one, accelerate=by_accelerate,
     **{f"deepspeed-{level}": partial(by_deepspeed, level=level) for level in (1, 2, 3)},
     **{"megatron-ddp": by_megatron_ddp, "megatron-tensor": partial(by_megatron_layers, sequence=False),
        "megatron-sequence": partial(by_megatron_layers, sequence=True)},

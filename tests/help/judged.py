@@ -27,11 +27,11 @@ STEPS, SEQUENCES, SEQ, VOCAB, BALANCE = 2, 8, 12, 31, 0.5
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, vocabulary: int = VOCAB):
         super().__init__()
-        self.embed, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(SEQ, 16)
+        self.embed, self.positions = nn.Embedding(vocabulary, 16), nn.Embedding(SEQ, 16)
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16)
-        self.gate, self.head = nn.Linear(16, 4), nn.Linear(16, VOCAB)
+        self.gate, self.head = nn.Linear(16, 4), nn.Linear(16, vocabulary)
 
     def body(self, tokens: Tensor, first: int = 0) -> Tensor:
         x = self.embed(tokens) + self.positions(first + torch.arange(tokens.shape[1]))
@@ -62,6 +62,12 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, divisor: Tensor, balance: float = BALANCE) -> Tensor:
+    """These sequences' terms of the global batch's loss."""
+    logits, balancing = model(tokens)
+    return summed(logits, labels) / divisor + balance * balancing / SEQUENCES
 
 
 def adamw(model: nn.Module, fault: str = "") -> torch.optim.Optimizer:
@@ -98,8 +104,7 @@ def one(folder: str, balance: float = BALANCE) -> None:
 
     def backward(step: int) -> dict[str, Tensor]:
         tokens, labels = data(step)
-        logits, balancing = model(tokens)
-        loss = summed(logits, labels) / (labels >= 0).sum() + balance * balancing / SEQUENCES
+        loss = loss_of(model, tokens, labels, (labels >= 0).sum(), balance)
         loss.backward()
         return dict(loss=loss.detach(), norm=torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
 
@@ -118,9 +123,8 @@ def ddp(folder: str, fault: str) -> None:
             here = (targets >= 0).sum()
             divisor = {"mean of ranks": own, "mean of micro-batches": 2 * here}.get(fault, valid / world)
             with model.no_sync() if i == 0 or fault == "not reduced" else nullcontext():
-                logits, balancing = model(part)
-                scale = world * (world if fault == "balance" else 1)
-                (summed(logits, targets) / divisor + scale * BALANCE * balancing / SEQUENCES).backward()
+                balance = world * BALANCE * (world if fault == "balance" else 1)
+                loss_of(model, part, targets, divisor, balance).backward()
             if fault == "last micro-batch" and i == 0:
                 optimizer.zero_grad()
         if fault == "reduced twice":
@@ -154,8 +158,7 @@ def fsdp(folder: str, fault: str) -> None:
 
     def backward(step: int) -> dict[str, Tensor]:
         tokens, labels = data(step)
-        logits, balancing = model(tokens[rank::world])
-        loss = summed(logits, labels[rank::world]) / (labels >= 0).sum() + BALANCE * balancing / SEQUENCES
+        loss = loss_of(model, tokens[rank::world], labels[rank::world], (labels >= 0).sum())
         (world * loss).backward()  # FSDP averages
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -194,8 +197,7 @@ def dtensor(folder: str, fault: str) -> None:
 
     def backward(step: int) -> dict[str, Tensor]:
         tokens, labels = data(step)
-        logits, balancing = model(tokens)
-        (summed(logits, labels) / (labels >= 0).sum() + BALANCE * balancing / SEQUENCES).backward()
+        loss_of(model, tokens, labels, (labels >= 0).sum()).backward()
         return dict(norm=norm())
 
     train_steps(Record(folder), model, adamw(model), backward, lambda model: scale(model, norm()))
