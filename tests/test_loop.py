@@ -301,32 +301,27 @@ def test_memory_in_the_metrics_is_the_kernels_peak():
 def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
     """For every step of a run on these ranks, what its metrics say this rank has sent, in bytes by group, and what its
     collectives have sent between the beginning of the step and its metrics."""
-    meter, experts, steps = Meter(memory=False), [], []
+    meter, sent, steps = Meter(memory=False), [], []  # sent: by a group, or by a link of a pipeline
     measure = Log.metrics
 
     def exchanged(out, x, output_splits, input_splits, group, **rest):
-        experts.append((group.group_name, x.nbytes - x[:input_splits[group.rank()]].nbytes))
+        sent.append((group.group_name, x.nbytes - x[:input_splits[group.rank()]].nbytes))
 
     def counted_metrics(log, *args, **numbers):
-        bytes_of = Counter()
-        for call in meter.collectives:
-            if call.name != "alltoall_base_":
-                bytes_of[call.group] += bench.bytes_sent(call)
-        for group, count in experts:
-            bytes_of[group] += count
-        metrics, sums = measure(log, *args, **numbers), {}
-        for axis, group in log.groups.items():
-            if group.size > 1:  # axes may share a group, and a pipeline has one more per link
-                shared = group.process_group.group_name
-                for link in group.links.values():
-                    bytes_of[shared] += bytes_of.pop(link.group_name, 0)
-                sums[shared] = sums.get(shared, 0) + round(metrics["comm_gb"][axis] * 1e9)
+        metrics, sums, bytes_of = measure(log, *args, **numbers), Counter(), Counter()
+        names = {axis: group.process_group.group_name for axis, group in log.groups.items() if group.size > 1}
+        pipeline = {link.group_name: names["pp"] for link in log.groups["pp"].links.values()}
+        sent.extend((call.group, bench.bytes_sent(call)) for call in meter.collectives if call.name != "alltoall_base_")
+        for group, count in sent:
+            bytes_of[pipeline.get(group, group)] += count
+        for axis, name in names.items():  # axes may share a group
+            sums[name] += round(metrics["comm_gb"][axis] * 1e9)
         steps.append((sums, bytes_of))
         return metrics
 
     def restart(*_):
         meter.collectives.clear()
-        experts.clear()
+        sent.clear()
 
     with (in_order((dist, "all_to_all_single", exchanged), (Log, "write", restart), (Log, "begin", restart)),
           patch.object(Log, "metrics", counted_metrics), meter):
