@@ -60,11 +60,10 @@ def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch
         weights = weights / weights.sum(-1, keepdim=True)
     out = torch.zeros_like(h)
     for e in range(model.experts):
-        gate, up = (h @ w[layer + "experts.w_gate_up"][e].T).chunk(2, -1)
-        y = (gate * torch.sigmoid(gate) * up) @ w[layer + "experts.w_down"][e].T
+        y = swiglu(h, *w[layer + "experts.w_gate_up"][e].chunk(2), w[layer + "experts.w_down"][e])
         out = out + model.router_scale * weights[..., e:e + 1] * y
     if model.shared_experts:
-        out = out + swiglu(h, w, layer + "shared.")
+        out = out + swiglu(h, *(w[layer + "shared.w_" + part] for part in ("gate", "up", "down")))
     return out, chosen.sum(1), scores / scores.sum(-1, keepdim=True), router
 
 
@@ -82,9 +81,9 @@ def balance_losses(mixtures: list[tuple], model, optim, micro_batch: int) -> tor
     return total
 
 
-def swiglu(h: torch.Tensor, w: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
-    gate, up = h @ w[prefix + "w_gate"].T, h @ w[prefix + "w_up"].T
-    return (gate * torch.sigmoid(gate) * up) @ w[prefix + "w_down"].T
+def swiglu(h: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate = h @ gate.T
+    return (gate * torch.sigmoid(gate) * (h @ up.T)) @ down.T
 
 
 def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -150,7 +149,7 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
             mixtures.append(mixture(h, w, f"layers.{i}.", biases[f"layers.{i}.router.bias"], model))
             x = x + mixtures[-1][0]
         else:
-            x = x + swiglu(h, w, f"layers.{i}.ffn.")
+            x = x + swiglu(h, *(w[f"layers.{i}.ffn.w_{part}"] for part in ("gate", "up", "down")))
     table = w["embedding" if model.tied else "head"]
     if model.mtp:
         x = rms_norm(x, w[f"layers.{model.layers}.shared_head.norm"], model.norm_eps)
@@ -161,20 +160,15 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
 def ahead(h: torch.Tensor, w: dict[str, torch.Tensor], tokens: torch.Tensor, model) -> torch.Tensor:
     """What the block of multi-token prediction gets: of every token h and the next one's embedding, the last one's is
     a vector of zeros."""
-    e = torch.zeros_like(h)
-    for s in range(tokens.shape[1] - 1):
-        e[:, s] = w["embedding"][tokens[:, s + 1]]
+    e = F.pad(w["embedding"][tokens[:, 1:]], (0, 0, 0, 1))
     e, h = (rms_norm(x, w[f"layers.{model.layers}.{name}norm"], model.norm_eps) for name, x in (("e", e), ("h", h)))
     return torch.cat((e, h), -1) @ w[f"layers.{model.layers}.eh_proj"].T
 
 
 def labels_ahead(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """The label of every token's next one, [B, S], if both are in one document."""
-    out = torch.full_like(labels, -100)
-    for s in range(labels.shape[1] - 1):
-        same = documents[:, s] == documents[:, s + 1]
-        out[same, s] = labels[same, s + 1]
-    return out
+    same = documents[:, :-1] == documents[:, 1:]
+    return F.pad(labels[:, 1:].masked_fill(~same, -100), (0, 1), value=-100)
 
 
 class Muon(torch.optim.Optimizer):
