@@ -50,25 +50,20 @@ def test_there_is_a_page_for_each_file_and_every_link_leads_somewhere(made):
     assert {link for link in parsed["index.html"].links} >= {pages.page_of(file) for file in pages.files()}
 
 
-def test_each_line_is_on_its_page_once_as_prose_or_as_code():
+def test_each_line_is_on_its_page_once_as_prose_or_as_code_and_prose_is_escaped(made):
     for file in pages.files():
         source = (pages.ROOT / file).read_text()
         rows, lines = pages.rows(source), source.splitlines()
-        code = [number for row in rows for number in row.code]
+        found = re.findall(r'<span class="n" id="L(\d+)">\d+</span>(.*)', made[pages.page_of(file)])
+        code = [int(number) for number, _ in found]
         assert code == sorted(set(code)), file
+        for number, line in zip(code, found):
+            text = html.unescape(re.sub(r"<[^>]+>", "", line[1])).removesuffix("</pre></div></div>")
+            assert text == lines[number - 1], (file, number)
         words = re.findall(r"\w+", " ".join(line for row in rows for line in row.prose))
         for number in set(range(1, len(lines) + 1)) - set(code):
             line = re.sub(r'^r"""', "", lines[number - 1])  # of a docstring with backslashes
             assert set(re.findall(r"\w+", line)) <= set(words), (file, number)
-
-
-def test_code_is_the_files_and_prose_is_escaped(made):
-    for file in pages.files():
-        source = (pages.ROOT / file).read_text()
-        found = re.findall(r'<span class="n" id="L(\d+)">\d+</span>(.*)', made[pages.page_of(file)])
-        for number, line in found:
-            text = html.unescape(re.sub(r"<[^>]+>", "", line)).removesuffix("</pre></div></div>")
-            assert text == source.splitlines()[int(number) - 1], (file, number)
     assert pages.prose_html(["a < b & `c`"], {}) == "<p>a &lt; b &amp; <code>c</code></p>"
 
 
