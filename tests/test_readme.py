@@ -1,5 +1,4 @@
 """What the pages name exists: files, functions, commands, flags; and what they say of the program is true."""
-import ast
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ import torch
 
 import config
 import update
-from learn import journey
+from learn import journey, pages
 from plan import predict, time
 
 ROOT = Path(__file__).parent.parent
@@ -22,14 +21,6 @@ COMMANDS = list(dict.fromkeys(command for *_, commands in MAP
                               for command in re.findall(r"`((?:python|torchrun) [^`]+)`", commands)))
 FLAGS = {config.flag(name) for name in config.FIELDS}
 FLAGS |= {"--no-" + flag[2:] for flag in FLAGS}
-
-
-def names_in(file: str) -> set[str]:
-    """What a file defines at its top level."""
-    body = ast.parse((ROOT / file).read_text()).body
-    defined = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return defined | {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets
-                      if isinstance(target, ast.Name)}
 
 
 def check_command(command: str) -> None:
@@ -56,7 +47,8 @@ def test_the_map_of_the_playbook_names_what_exists():
         parts = re.findall(r"\[([\w./\\]+)\]\(\.\./([\w./]+)\)((?: `\w+`)+)", where)
         assert parts, section
         for shown, file, names in parts:
-            assert shown.replace("\\", "") == file and set(re.findall(r"`(\w+)`", names)) <= names_in(file), section
+            defined = pages.definitions(file).keys()
+            assert shown.replace("\\", "") == file and set(re.findall(r"`(\w+)`", names)) <= defined, section
         assert any(command in commands for command in COMMANDS), section
     for command in COMMANDS:
         check_command(command)
@@ -83,11 +75,8 @@ def test_commands_and_links_of_the_pages_exist():
             assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), (page, link)
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_its_numbers_are_those_of_the_program():
     assert len(README.split()) <= 1200
-
-
-def test_numbers_of_the_readme_are_those_of_the_program():
     lines, = re.findall(r"\| ([\d,]+) lines are the ten files.*`wc -l (.*)`", README)
     assert int(lines[0].replace(",", "")) == sum(len((ROOT / file).read_text().splitlines())
                                                  for file in lines[1].split())
