@@ -6,7 +6,6 @@ import pickle
 import re
 import time
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from exact import Broken
 from grids import TINY
 from program import ROOT, python, torchrun
+from watch import in_order
 
 import config
 import flash
@@ -32,20 +32,17 @@ from zero import Optimizer
 
 
 def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
+    """And the choice, which is the fastest contender that is right."""
     rows = [Row("x", None, "1.0"), Row("y", None), Row("z", None, "0.5", rival="x"), Row("w", None, rival="y")]
-    outcomes = dict(x=(Result(0.0015, "3 TB/s", {"torch": 0.002, "eager": 0.004}), "9 MHz"),
-                    z=(Result(0.003, failures={"TMA": "OutOfResources: shared"}), ""), w=(Result(1), ""))
+    x = Result(0.003, "3 TB/s", {"fast": 0.002, "wrong": 0.001}, {"ours": 1e-3, "fast": 1.5e-3, "wrong": 5e-3})
+    w = Result(1, rivals={"unchecked": 2, "wrong": 0.5}, errors={"ours": 1e-3, "wrong": float("inf")})
+    outcomes = dict(x=(x, "9 MHz"), z=(Result(0.006, failures={"TMA": "OutOfResources: shared"}), ""), w=(w, ""))
     assert bench_rows.table(rows, outcomes).splitlines()[2:] == [
-        "| x | 1.500 | 3 TB/s | torch 2.000, eager 4.000 | 0.75 | 1.0 |  | 9 MHz |",
+        "| x | 3.000 | 3 TB/s | fast 2.000, wrong 1.000 | 3.00 | 1.0 "
+        "| ours 1.0e-03, fast 1.5e-03, wrong 5.0e-03; choose fast | 9 MHz |",
         "| y | not measured: no time was left | | | |  | | |",
-        "| z | 3.000 |  | x 1.500; TMA: OutOfResources: shared | 2.00 | 0.5 |  |  |",
-        "| w | 1000.000 |  |  |  |  |  |  |"]
-
-
-def test_the_choice_is_the_fastest_contender_that_is_right():
-    result = Result(3.0, rivals={"fast": 2.0, "wrong": 1.0}, errors={"ours": 1e-3, "fast": 1.5e-3, "wrong": 5e-3})
-    assert bench_rows.choose(result) == "fast" and bench_rows.choose(Result(1.0)) == ""
-    assert bench_rows.choose(result._replace(errors={"ours": 1e-3, "wrong": float("inf")})) == "ours"
+        "| z | 6.000 |  | x 3.000; TMA: OutOfResources: shared | 2.00 | 0.5 |  |  |",
+        "| w | 1000.000 |  | unchecked 2000.000, wrong 500.000 | 2.00 |  | ours 1.0e-03, wrong inf; choose ours |  |"]
 
 
 def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_is_named(monkeypatch):
@@ -102,11 +99,13 @@ def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ende
     assert measure([Row("hangs", partial(time.sleep, 600))], row_limit_s=0.5) == ["more than 0.5 s"]
 
 
-def test_rows_can_be_sent_to_another_process_and_have_different_names():
+def test_rows_can_be_sent_to_another_process_and_trained_and_have_different_names():
     rows = [row for part in bench_gpu.PARTS.values() for row in part]
     names = [row.name for row in rows]
     assert [row.name for row in pickle.loads(pickle.dumps(rows))] == names
     assert len(set(names)) == len(names) and {row.rival for row in rows} <= {"", *names}
+    for row in bench_gpu.PARTS["training"]:
+        assert config.parse(f"--seq 4096 --dtype bf16 {row.measure.args[0]}".split()).batch.seq == 4096
 
 
 @pytest.mark.parametrize("refuse, flags, message", [
@@ -137,8 +136,7 @@ def test_steps_are_timed_by_the_clock_on_a_cpu_and_between_events_on_a_gpu(monke
     seen.Event.side_effect = [seen.start, seen.stop]
     seen.start.elapsed_time.return_value = 6000.0
     monkeypatch.setattr(bench, "device", torch.device("cuda"))
-    for name in ("Event", "synchronize", "_sleep"):
-        monkeypatch.setattr(torch.cuda, name, getattr(seen, name))
+    monkeypatch.setattr(torch, "cuda", seen)
     assert bench.measure_seconds(seen.step, 3) == 2.0
     assert [name for name, *_ in seen.mock_calls] == [
         "synchronize", "Event", "Event", "_sleep", "start.record", *3 * ["step"], "stop.record", "stop.synchronize",
@@ -194,17 +192,14 @@ def test_rows_run_and_agree_with_fp64(cudnn, measure, contenders):
 @pytest.mark.parametrize("late", [True, False])
 def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
     """Whether results are read at once or, as on a GPU, when the next step has been launched. Metrics are of all."""
-    launched, seen = [], []
-    profiler = SimpleNamespace(start=lambda: seen.append(len(launched)), stop=lambda: seen.append(len(launched)),
-                               events=list)
+    profiler = Mock(events=list)
     monkeypatch.setattr(bench_gpu, "profile", lambda activities: profiler)
     monkeypatch.setattr(job, "reads_late", lambda device: late)
-    step = Optimizer.step
-    monkeypatch.setattr(Optimizer, "step", lambda *args, **more: (launched.append(1), step(*args, **more))[1])
-    with on_a_small_cpu():
+    calls = (Optimizer, "step", "step"), (profiler, "start", "start"), (profiler, "stop", "stop")
+    with on_a_small_cpu(), in_order(*calls) as events:
         records, kernels = bench_gpu.train_llama(
             "--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --dtype fp32", 6, 2)
-    assert seen == [4, 6] and kernels == []
+    assert events == [*4 * ["step"], "start", "step", "step", "stop"] and kernels == []
     assert [record["step"] for record in records] == [*range(6)] and records[0]["step_s"] > 0
 
 
@@ -221,12 +216,6 @@ def test_kernels_are_listed_by_the_time_that_they_take_which_is_split_by_their_n
             ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
             ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")]:
         assert bench_gpu.kind_of(kernel) == kind
-
-
-@pytest.mark.parametrize("size", bench_gpu.SIZES)
-def test_the_sizes_that_are_trained_can_be(size):
-    settings = config.parse(f"--seq 4096 --dtype bf16 {bench_gpu.SIZES[size][0]}".split())
-    assert settings.batch.seq == 4096 and settings.batch.global_batch % settings.batch.micro_batch == 0
 
 
 # ---- rows against rivals --------------------------------------------------------------------------------------------
