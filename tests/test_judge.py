@@ -95,35 +95,25 @@ def test_boxes_must_cover_a_tensor_once(tmp_path, pieces, says):
     assert "\n".join(judge.lines_of(judge.Judge(truth, grid).findings())) == says
 
 
-def test_noise_says_what_is_tolerated(tmp_path):
-    x = torch.linspace(1, 2, 24, dtype=torch.float32).view(6, 4)
-    one, other, grid, wrong = (recorded(tmp_path / str(factor), Piece("x", x, x * factor, WHOLE))
-                               for factor in (1.0, 1 + 1e-6, 1 + 5e-6, 1 + 5e-5))
-    assert judge.Judge(one, wrong).findings() == []  # 1.2e-4 are tolerated in fp32
-    assert judge.Judge(one, grid, other).findings() == []
-    assert judge.Judge(one, wrong, other).findings() != []
+def test_noise_and_the_coarser_dtype_of_both_say_what_is_tolerated(tmp_path):
+    x = torch.linspace(1, 2, 24, dtype=torch.float64).view(6, 4)
+    exact = recorded(tmp_path / "exact", Piece("x", x, x, WHOLE))
+    one, other, grid, wrong, far = (
+        recorded(tmp_path / str(factor), Piece("x", x.float(), (x * factor).float(), WHOLE))
+        for factor in (1.0, 1 + 1e-6, 1 + 5e-6, 1 + 5e-5, 1 + 1e-3))
+    for truth in one, exact:
+        assert judge.Judge(truth, wrong).findings() == [] != judge.Judge(truth, far).findings()  # fp32's 1.2e-4
+    assert judge.Judge(one, grid, other).findings() == [] != judge.Judge(one, wrong, other).findings()
 
 
-def test_the_coarser_dtype_of_both_decides_what_is_tolerated(tmp_path):
-    one = recorded(tmp_path / "one", piece(*WHOLE))  # in fp64
-    right, wrong = (recorded(tmp_path / str(factor), Piece("x", (factor * X).float(), (factor * X + 1).float(), WHOLE))
-                    for factor in (1 + 1e-6, 1 + 1e-3))
-    assert judge.Judge(one, right).findings() == [] != judge.Judge(one, wrong).findings()
-
-
-def test_what_is_nothing_but_rounding_is_no_finding(tmp_path):
-    """A gradient that is zero but for rounding, as of a bias of keys, beside others that are not."""
+def test_what_is_nothing_but_rounding_is_no_finding_and_what_is_no_number_is_one(tmp_path):
+    """A gradient that is zero but for rounding, as of a bias of keys, beside others that are not; a loss."""
     x = torch.ones(6, 4, dtype=torch.float64)
     one, grid, wrong = (
-        recorded(tmp_path / str(tiny), Piece("x", x, x, WHOLE), Piece("bias", x, x * tiny, WHOLE), loss=1.0)
-        for tiny in (1e-17, -2e-17, 1e-9))
+        recorded(tmp_path / str(tiny), Piece("x", x, x, WHOLE), Piece("bias", x, x * tiny, WHOLE), loss=loss)
+        for tiny, loss in ((1e-17, 1.0), (-2e-17, 1.0), (1e-9, float("nan"))))
     assert judge.Judge(one, grid).findings() == []
-    assert [f.name for f in judge.Judge(one, wrong).findings()] == ["bias"]
-
-
-def test_a_loss_that_is_no_number_is_one_that_differs(tmp_path):
-    one, grid = (recorded(tmp_path / str(loss), piece(*WHOLE), loss=loss) for loss in (1.0, float("nan")))
-    assert [f.kind for f in judge.Judge(one, grid).findings()] == ["loss"]
+    assert sorted((f.kind, f.name) for f in judge.Judge(one, wrong).findings()) == [("gradient", "bias"), ("loss", "")]
 
 
 def test_other_sizes_of_axes_explain_a_factor():
