@@ -15,10 +15,8 @@ from run import start
 
 LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
 WRONG = [  # ranks, command line, what the line must say; but for those that config.rules, choices or ranges refuse
-    (8, "--dpp 2", "--dpp: unknown flag, did you mean"),
     (8, "16", "16: unknown flag"),
     (8, "--dp", "--dp: expected one argument"),
-    (8, "--dp 4", "--dp 4 x --cp 1 x --tp 1 x --pp 1 = 4 ranks, and there are 8: use --dp 8, or start 4"),
     (8, "--cp 4 --dp 4", "--dp 4 x --cp 4 x --tp 1 x --pp 1 = 16 ranks, and there are 8: use --dp 2, or start 16"),
     (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
     (1, "--help-me", "--help-me: unknown flag, --help lists all"),
@@ -37,7 +35,6 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
       for weights in ("3", "3,1,1", "3,0", "0.7,0.3", "3,-1", "3,", "9999,2")),
     (1, "--data-weights 1", "above 0 for each of the 0 paths of --data, together at most 10,000"),
     (1, "--metrics /tmp", "--metrics /tmp: is a folder, name a file"),
-    (1, "--metrics no/such/folder/m.jsonl", "--metrics no/such/folder/m.jsonl: there is no folder no/such/folder"),
     (1, "--global-batch 9999999999 --micro-batch 1",
      "9,999,999,999 micro-batches per step of --global-batch 9999999999: must be at most 100,000"),
     (1, "@no-such-file", "@no-such-file: there is no file no-such-file"),
