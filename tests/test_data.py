@@ -228,15 +228,6 @@ def test_validation_data_are_of_the_kind_of_the_training_data_and_read_end_to_en
     assert samples.micro_batch([*range(9)]).tokens.flatten().tolist() == [*range(100, 140), *range(40)][:9 * 8]
 
 
-def first_tokens() -> list:
-    return Samples(Corpus([__file__], 257), 64, seed=0).micro_batch([*range(64)]).tokens.tolist()
-
-
-def test_every_process_reads_the_same_samples(pool):
-    one, other = pool.run(2, "test_data:first_tokens")
-    assert one == other
-
-
 # ---- masks and mixtures ---------------------------------------------------------------------------------------------
 
 def masked_file(path, tokens, mask, *args) -> str:
