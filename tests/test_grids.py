@@ -2,7 +2,7 @@
 
 A new grid is one more line in GRIDS: (ranks, flags).
 """
-import os
+import re
 from contextlib import closing
 from functools import lru_cache
 from statistics import median
@@ -14,6 +14,7 @@ import reference
 import torch
 from grids import DEEPSEEK, LATENT, MIXTRAL
 from pool import Pool
+from program import ROOT
 
 import config
 
@@ -142,11 +143,8 @@ def truth(flags: str, steps: int = grids.STEPS) -> dict:
 
 
 def model_flags(grid: str) -> str:
-    words = grid.split()
-    for name in NOT_THE_MODEL:
-        if name in words and not (name == "--micro-batch" and "--aux-over" in words):
-            del words[words.index(name):words.index(name) + 2]
-    return " ".join(words)
+    names = [name for name in NOT_THE_MODEL if name != "--micro-batch" or "--aux-over" not in grid]
+    return re.sub(rf"({'|'.join(names)}) \S+ ?", "", grid).strip()
 
 
 def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
@@ -168,11 +166,6 @@ def test_a_grid_equals_one_process(pool, ranks, grid):
 
 # ---- grids at random ------------------------------------------------------------------------------------------------
 
-def line_of(choice: pairs.Choice, more: list[str]) -> tuple[int, str]:
-    ranks, flags = pairs.grid_of(choice)
-    return ranks, " ".join([flags, *more])
-
-
 @pytest.mark.random
 @pytest.mark.parametrize("exact", [True, False], ids=["fp64", "fewer bits"])
 def test_a_grid_at_random(pool, number, exact):
@@ -183,14 +176,17 @@ def test_a_grid_at_random(pool, number, exact):
     while problem and (less := next((less for less in pairs.simplify(choice, more) if problem_of(pool, *less)), None)):
         choice, more = less
         problem = problem_of(pool, choice, more)
-    assert not problem, "{} ranks {}: {}".format(*line_of(choice, more), problem)
+    assert not problem, problem
 
 
 def problem_of(pool, choice: pairs.Choice, more: list[str]) -> str:
+    """Where a grid differs from one process; "" if it does not."""
+    ranks, flags = pairs.grid_of(choice)
+    grid = " ".join([flags, *more])
     try:
-        is_as_one_process(pool, *line_of(choice, more))
+        is_as_one_process(pool, ranks, grid)
     except (AssertionError, RuntimeError) as error:
-        return str(error)
+        return f"{ranks} ranks {grid}: {error}"
     return ""
 
 
@@ -198,8 +194,6 @@ def pytest_generate_tests(metafunc):
     if metafunc.function is test_a_grid_at_random:
         first, count = metafunc.config.getoption("--first-grid"), metafunc.config.getoption("--grids")
         metafunc.parametrize("number", range(first, first + count))
-    if metafunc.function is test_features_that_meet_are_as_in_one_process:
-        metafunc.parametrize("ranks, grid", cases(pairs_that_meet(True) + pairs_that_meet(False)))
 
 
 # ---- all pairs of features ------------------------------------------------------------------------------------------
@@ -212,10 +206,7 @@ def test_every_two_features_are_together_in_a_grid_or_refused():
     met = set().union(*map(pairs.pairs_of, pairs.all_pairs()))
     assert pairs.every_pair() - met == pairs.IMPOSSIBLE
     for both in sorted(pairs.IMPOSSIBLE):
-        simplest = {name: next(iter(values)) for name, values in pairs.FEATURES.items()}
-        for name, value in [("dtype", "bf16"), *both]:
-            simplest[name] = value
-        ranks, flags = pairs.grid_of(simplest)
+        ranks, flags = pairs.grid_of(pairs.PLAIN | dict([("dtype", "bf16"), *both]))
         named = [(name, value) for name, value in both if value not in ("0", "fp64")] or [both[1]]
         with pytest.raises(ValueError) as refusal:
             config.parse(flags.split(), ranks)
@@ -224,6 +215,7 @@ def test_every_two_features_are_together_in_a_grid_or_refused():
             assert any(word in str(refusal.value) for word in words), both
 
 
+@pytest.mark.parametrize("ranks, grid", cases(pairs_that_meet(True) + pairs_that_meet(False)))
 def test_features_that_meet_are_as_in_one_process(pool, ranks, grid):
     is_as_one_process(pool, ranks, grid)
 
@@ -253,18 +245,13 @@ def errs_as_one_process_does(pool: Pool, ranks: int, grid: str) -> None:
         limit = factor * max(limits[name], usual)
         assert error < limit, f"{name} errs by {error:.2e}, more than {limit:.2e}"
     assert all(result["rounded"] for result in results), "weights are the rounded master weights"
-    check_replicas(results)
-    check_collectives(results)
+    check_agreement(results)
 
 
 @lru_cache(maxsize=32)  # a random grid has a truth of its own
 def alone(flags: str) -> tuple[dict, dict[str, float]]:
     """The truth in fp64 of what a run in fewer bits computes, and how far one process is from it."""
-    words = flags.split()
-    for name in ("--dtype", "--fp8", "--moments"):
-        if name in words:
-            del words[words.index(name):words.index(name) + 2]
-    want = truth(" ".join(words), steps=1)
+    want = truth(re.sub(r"--(dtype|fp8|moments) \S+ ?", "", flags), steps=1)
     return want, errors([grids.run(flags, last=1)], want)
 
 
@@ -284,8 +271,8 @@ def test_five_dimensions_equal_one_process(experts):
 
 
 def test_five_dimensions_are_what_the_playbook_page_runs():
-    with open(os.path.join(os.path.dirname(config.__file__), "docs", "PLAYBOOK.md")) as page:
-        assert f"torchrun --nproc_per_node=16 train.py --preset tiny-moe {FIVE_DIMENSIONS}" in page.read()
+    page = (ROOT / "docs" / "PLAYBOOK.md").read_text()
+    assert f"torchrun --nproc_per_node=16 train.py --preset tiny-moe {FIVE_DIMENSIONS}" in page
 
 
 def equals_one_process(pool: Pool, ranks: int, grid: str) -> None:
@@ -304,25 +291,19 @@ def equals_one_process(pool: Pool, ranks: int, grid: str) -> None:
     biases = [item for result in results for item in result["extra_state"].items() if item[0] not in ("steps", "scale")]
     assert {name for name, _ in biases} == want["biases"].keys()
     assert all(torch.equal(bias, want["biases"][name]) for name, bias in biases)
-    check_replicas(results)
-    check_collectives(results)
+    check_agreement(results)
 
 
-def check_replicas(results: list[dict]) -> None:
-    """Whoever holds the same part of a parameter holds the same bits."""
-    first = {}
+def check_agreement(results: list[dict]) -> None:
+    """Whoever holds the same part of a parameter holds the same bits, and every rank of a group issued the same
+    collectives in the same order."""
+    bits, calls = {}, {}
     for rank, result in enumerate(results):
-        for place, bits in result["visible"].items():
-            assert first.setdefault(place, bits) == bits, f"rank {rank} has other bits in {place}"
-
-
-def check_collectives(results: list[dict]) -> None:
-    """Every rank of a group issued the same collectives in the same order."""
-    first = {}
-    for rank, result in enumerate(results):
+        for place, there in result["visible"].items():
+            assert bits.setdefault(place, there) == there, f"rank {rank} has other bits in {place}"
         for group in {call.group for call in result["collectives"]}:
-            calls = [call for call in result["collectives"] if call.group == group]
-            assert first.setdefault(group, calls) == calls, f"rank {rank} called group {group} differently"
+            issued = [call for call in result["collectives"] if call.group == group]
+            assert calls.setdefault(group, issued) == issued, f"rank {rank} called group {group} differently"
 
 
 def test_clipping_and_masks_are_active():
@@ -334,16 +315,8 @@ def test_clipping_and_masks_are_active():
         assert (ignored == 1).any() and ((0 < ignored) & (ignored < 1)).any()
 
 
-def same_bits(first: list[dict], second: list[dict]) -> bool:
-    """Weights after two steps, which the moments are in, and what was measured."""
-    return all(a[what] == b[what] for a, b in zip(first, second, strict=True) for what in ("visible", "loss", "norm"))
-
-
 def test_a_process_group_of_one_rank_changes_nothing(pool):
-    """An axis of size 1 is no axis."""
+    """An axis of size 1 is no axis: weights after two steps, which the moments are in, are the same bits."""
     grid = "--micro-batch 8 --tied"
-    assert same_bits(pool.run(1, "grids:run", grid=grid), [grids.run(grid)])
-
-
-def test_a_second_run_gives_the_same_bits(pool):
-    assert same_bits(*(pool.run(4, "grids:run", grid="--micro-batch 3 --bucket-mb 0") for _ in range(2)))
+    (there,), alone = pool.run(1, "grids:run", grid=grid), grids.run(grid)
+    assert all(there[what] == alone[what] for what in ("visible", "loss", "norm"))

@@ -35,6 +35,7 @@ FEATURES = {
     "fp8": {"none": "", "tensorwise": "--fp8 tensorwise", "blockwise": "--fp8 blockwise"},
     "moments": {"auto": "", "bf16": "--moments bf16"},
 }
+PLAIN = {name: next(iter(values)) for name, values in FEATURES.items()}
 EXACT = {"dtype": "fp64", "fp8": "none", "moments": "auto"}  # what can be compared with the reference to 1e-10
 IMPOSSIBLE = {
     (("zero", "0"), ("replicas", "2")),
@@ -86,8 +87,7 @@ def sizes(choice: Choice) -> dict[str, int]:
 
 
 def ranks_of(choice: Choice) -> int:
-    size = sizes(choice)
-    return size["dp"] * size["cp"] * size["tp"] * size["pp"]
+    return prod(size for axis, size in sizes(choice).items() if axis != "ep")  # whose ranks are those of other axes
 
 
 def length_of(choice: Choice) -> tuple[int, int]:
@@ -184,8 +184,8 @@ def random_grid(seed: int, exact: bool = True) -> tuple[Choice, list[str]]:
 
 def simplify(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
     """All grids with one feature less."""
-    plain = [(choice | {name: next(iter(FEATURES[name]))}, more) for name in FEATURES
-             if name not in EXACT and choice[name] != next(iter(FEATURES[name]))]
+    plain = [(choice | {name: value}, more) for name, value in PLAIN.items()
+             if name not in EXACT and choice[name] != value]
     plain += [(choice, more[:i] + more[i + 1:]) for i in range(len(more))]
     return [(choice, more) for choice, more in plain if not pairs_of(choice) & IMPOSSIBLE]
 
