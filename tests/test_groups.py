@@ -52,27 +52,22 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
 
 
 @pytest.mark.parametrize("schedule", [name for name, schedule in SCHEDULES.items() if schedule.runs])
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_every_pair_that_exchanges_has_a_link(schedule, p):
-    """And no other pair."""
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+def test_every_pair_that_exchanges_has_a_link_and_pairs_without_a_common_rank_in_one_call(monkeypatch, schedule, p):
+    """No other pair has one. 2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd: its
+    edges need 3 colours."""
     exchanging = {(r, item.peer) for r, items in enumerate(lower(make_plan(schedule, p, 2 * p))) for item in items
                   if isinstance(item, Transfer) and item.op == "send"}
-    pairs = sum(groups.rounds_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule)), [])
-    assert set(pairs) == exchanging and len(pairs) == len(exchanging)
-
-
-@pytest.mark.parametrize("schedule, p, rounds", [
-    ("1f1b", 2, 2), ("interleaved", 2, 2), ("1f1b", 3, 4), ("dualpipev", 8, 4), ("interleaved", 3, 6),
-    ("interleaved", 4, 4), ("interleaved", 5, 6), ("interleaved", 8, 4)])
-def test_pairs_without_a_common_rank_get_their_links_in_one_call(monkeypatch, schedule, p, rounds):
-    """2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd: its edges need 3 colours."""
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
     monkeypatch.setattr(groups, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
-    of_rounds = groups.rounds_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
-    links = groups.make_links(pipelines, of_rounds, 60)
-    assert len(calls) == rounds and all(len(set(sum(call, []))) == len(sum(call, [])) for call in calls)
-    assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in sum(of_rounds, [])
+    rounds = groups.rounds_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
+    links, pairs = groups.make_links(pipelines, rounds, 60), sum(rounds, [])
+    assert set(pairs) == exchanging and len(pairs) == len(exchanging)
+    is_ring = (p - 1, 0) in exchanging
+    assert len(calls) == (2 if p == 2 else 6 if is_ring and p % 2 else 4)
+    assert all(len(set(sum(call, []))) == len(sum(call, [])) for call in calls)
+    assert links == {(a, b): number for number, call in enumerate(calls, 1) for a, b in pairs
                      if [a, b] in call and 1 in (a, b)}
 
 
