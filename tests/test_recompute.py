@@ -111,14 +111,13 @@ def test_the_papers_own_layer_gives_the_papers_numbers(name):
     heads, h, layers, pp, chunks, batch, micro_batch, gpus, seconds, mfu, hfu, gib = PAPER[name]
     s, t, layer = 2048, 8, gpt_layer(h, heads, 2048)
     scores = 5 * heads * s / h
-    assert saved_bytes(layer, "none") == pytest.approx(h * (34 + scores))  # table 2
-    base = saved_bytes(layer, "none", t, sp=False)
-    assert base == pytest.approx(h * (10 + 24 / t + scores / t))
-    others = (saved_bytes(layer, "none", t), saved_bytes(layer, "selective", t, sp=False),
-              saved_bytes(layer, "selective", t), saved_bytes(layer, "full"))
-    assert others == pytest.approx((h * (34 + scores) / t, h * (10 + 24 / t), h * 34 / t, 2 * h))
+    base, both = saved_bytes(layer, "none", t, sp=False), saved_bytes(layer, "selective", t)
+    found = (saved_bytes(layer, "none"), base, saved_bytes(layer, "none", t),
+             saved_bytes(layer, "selective", t, sp=False), both, saved_bytes(layer, "full"))
+    table2 = 34 + scores, 10 + (24 + scores) / t, (34 + scores) / t, 10 + 24 / t, 34 / t, 2
+    assert found == pytest.approx([h * factor for factor in table2])
     in_flight = layers * (1 + (pp - 1) / (pp * chunks) if chunks > 1 else 1)
-    assert [s * micro_batch * in_flight * nbytes / 2**30 for nbytes in (base, others[2])] == pytest.approx(gib)
+    assert [s * micro_batch * in_flight * nbytes / 2**30 for nbytes in (base, both)] == pytest.approx(gib)
 
     model = 3 * layers * forward_flops(layer) + 6 * h * 51200  # of the logits
     percent = 100 * batch * s / seconds / gpus / 312e12
