@@ -2,7 +2,6 @@
 import contextlib
 import io
 import re
-import time
 from functools import cache
 
 import pytest
@@ -58,7 +57,8 @@ def theirs(x: torch.Tensor, root: int) -> dict[str, torch.Tensor | None]:
 
 
 def ours(name: str, x: torch.Tensor, root: int, inner, outer) -> torch.Tensor | None:
-    group, n, r, function = everyone(), dist.get_world_size(), dist.get_rank(), getattr(ring, name)
+    n, r, function = dist.get_world_size(), dist.get_rank(), getattr(ring, name)
+    group = everyone() if n > 1 else collectives.ALONE
     if name in ("broadcast", "reduce", "gather", "scatter"):
         return function(x, root, group)
     if name == "all_to_all":
@@ -185,24 +185,12 @@ def test_the_demo_shows_who_sends_which_terms_of_which_chunk(pool):
     assert ring.label([0] * 7 + [8] + [8, 8] + [0] * 6, 8) == "h7,h01"
 
 
-def barriers() -> list[tuple[float, float]]:
-    """When this rank came to each of three barriers, and when it was let go; another rank is late each time."""
-    times = []
-    for late in range(3):
-        time.sleep(0.05 * (dist.get_rank() == late))
-        came = time.monotonic()
-        ring.barrier(everyone())
-        times.append((came, time.monotonic()))
-    return times
-
-
-def test_nobody_passes_a_barrier_before_the_last_has_come(pool):
-    for times in zip(*pool.run(5, "test_ring:barriers")):
-        assert max(came for came, _ in times) <= min(left for _, left in times)
-
-
-def test_without_a_group_they_are_the_identity():
-    x = torch.arange(6.0).view(3, 2)
-    for function, call in ring.examples(*3 * [collectives.ALONE], x, x).items():
-        found = call()
-        assert function is ring.barrier or torch.equal(found.view(3, 2), x)
+@pytest.mark.parametrize("n", RANKS)
+def test_nobody_passes_a_barrier_before_the_last_has_come(comparison, n):
+    """Each rank has then heard, perhaps through others, of all."""
+    messages = ring.replay([logs["barrier"] for _, logs, _ in comparison(n)])
+    heard = [{r} for r in range(n)]
+    for hop in range(1, n):
+        heard = [known.union(*(heard[message.source] for message in messages if (message.to, message.end) == (r, hop)))
+                 for r, known in enumerate(heard)]
+    assert heard == n * [set(range(n))]
