@@ -93,7 +93,7 @@ PUZZLES = {
                      "tests/test_huggingface.py::test_a_published_model_gives_the_same_logits_here", (
                          "silu(gate) * up, in fp32, rounded once.",)),
     "ring-all-reduce": Puzzle("learn/collectives.py", "reduce_round",
-                              "tests/test_ring.py::test_without_a_group_they_are_the_identity", (
+                              "tests/test_ring.py::test_results_are_those_of_torch_for_any_dtype_and_size", (
                                   "n-1 hops: send a chunk's sum to the next rank, add what comes to another chunk.",)),
     "bruck": Puzzle("learn/collectives.py", "bruck_all_gather",
                     "tests/test_ring.py::test_results_are_those_of_torch_for_any_dtype_and_size", (
