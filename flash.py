@@ -361,19 +361,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Ten
 # ---- demo: python flash.py ------------------------------------------------------------------------------------------
 
 def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[bool]]:
-    """Which tiles of S x S scores the forward kernel computes, found by experiment: NaN in the values of a tile of keys
-    reaches every row whose program loads that tile, masked or not."""
-    (q, k), found = torch.zeros(2, 1, 1, S, 16), []
-    for start in range(0, S, columns):
-        v = torch.zeros(1, 1, S, 16)
-        v[:, :, start:start + columns] = torch.nan
-        found.append(flash_forward(q, k, v, mask)[0][0, 0, ::rows, 0].isnan().tolist())
-    return [list(row) for row in zip(*found)]
+    """Which tiles of S x S scores the forward kernel computes, found by experiment: each tile of keys has NaN in a
+    column of values, which reaches that column of every row whose program loads the tile, masked or not."""
+    with torch.device("cpu" if triton.knobs.runtime.interpret else "cuda"):
+        tiles = torch.eye(S // columns, dtype=torch.bool).repeat_interleave(columns, 0)[None, None]
+        q, k, v = torch.zeros(3, *tiles.shape)
+    return flash_forward(q, k, v.masked_fill(tiles, torch.nan), mask)[0][0, 0, ::rows].isnan().tolist()
 
 
 def demo() -> None:
-    sizes = torch.tensor([70, 60, 20, 106])
-    documents = torch.arange(4).repeat_interleave(sizes)[None]
+    sizes = torch.tensor([70, 60, 20, 106], device="cpu" if triton.knobs.runtime.interpret else "cuda")
+    documents = torch.arange(4, device=sizes.device).repeat_interleave(sizes)[None]
     print(f"Tiles of 32 x 32 scores that are computed (■): causal; documents of {sizes.tolist()} tokens; window 64:\n")
     masks = CAUSAL, Mask(documents=(documents, documents)), Mask(window=64)
     for rows in zip(*(find_loaded_tiles(mask, 256, 32, 32) for mask in masks)):
