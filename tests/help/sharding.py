@@ -52,8 +52,14 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
                 padded=[bucket.numel for bucket in optimizer.buckets])
 
 
-# Every wait lasts until gloo's threads, too, have let the tensors go, which they hold for a moment longer.
-@patch.object(Pending, "wait", lambda pending, wait=Pending.wait: (wait(pending), time.sleep(0.01))[0])
+def wait_and_settle(pending: Pending, wait=Pending.wait) -> torch.Tensor:
+    """Until gloo's threads, too, have let the tensors go, which they hold for a moment longer."""
+    seconds, result = 0.01 * bool(pending.works), wait(pending)
+    time.sleep(seconds)
+    return result
+
+
+@patch.object(Pending, "wait", wait_and_settle)
 def held(flags: str, dtype: torch.dtype) -> dict:
     """Live bytes by kind: at rest after a step, and the most during a second."""
     groups, model, optimizer, share = built(flags, dtype)
