@@ -10,6 +10,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests"), os.path.join(ROOT, "tests", "help")]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])  # for the pool's processes
 
+import program  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -34,9 +35,11 @@ def kernels_run():
         assert not getattr(sys.modules["kernels"], "failed", {})
 
 
-def pytest_configure():
+def pytest_configure(config):
     if " " in ROOT:
         pytest.exit(f"{ROOT}: tests split command lines at spaces, clone into a folder whose path has none", 2)
+    if hasattr(config, "workerinput"):  # one of several processes, which will need its server
+        program.start_server()
 
 
 def pytest_addoption(parser):

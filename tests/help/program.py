@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,6 +25,12 @@ def forks() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def start_server() -> None:
+    """Loads torch while this process does other things."""
+    forks()
+    forkserver.ensure_running()
 
 
 def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
