@@ -10,7 +10,7 @@ dispatched operations of the third step on rank 0, and losses and gradient norms
 import gc
 import json
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import grids
@@ -107,18 +107,17 @@ def train(flags: str) -> dict:
 
 def refusals() -> dict[str, str]:
     """Of every two features that the command line does not take together: what it says."""
-    first, out = {name: next(iter(values)) for name, values in pairs.FEATURES.items()}, {}
+    out = {}
     for a, b in combinations(pairs.FEATURES, 2):
-        for x in pairs.FEATURES[a]:
-            for y in pairs.FEATURES[b]:
-                choice = first | {a: x, b: y}
-                if choice["fp8"] != "none" and "dtype" not in (a, b):
-                    choice["dtype"] = "bf16"
-                ranks, flags = pairs.grid_of(choice)
-                try:
-                    grids.settings_of(flags, ranks)
-                except ValueError as error:
-                    out[f"{a} {x}, {b} {y}"] = str(error)
+        for x, y in product(pairs.FEATURES[a], pairs.FEATURES[b]):
+            choice = pairs.PLAIN | {a: x, b: y}
+            if choice["fp8"] != "none" and "dtype" not in (a, b):
+                choice["dtype"] = "bf16"
+            ranks, flags = pairs.grid_of(choice)
+            try:
+                grids.settings_of(flags, ranks)
+            except ValueError as error:
+                out[f"{a} {x}, {b} {y}"] = str(error)
     return out
 
 
