@@ -42,11 +42,12 @@ def wide(spec, box):
 LATENT = " --kv-heads 6 --kv-lora-rank 14 --q-lora-rank 20 --rope-head-dim 4 --v-head-dim 7"
 SMALL = "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --vocab 61"
 
+
 def test_first_weights_are_those_of_gpt_2():
     """0.02, and less where layers write to the residual stream: by the root of twice the layers of all stages."""
-    flags = "--layers 8 --hidden 64 --heads 4 --head-dim 16 --ffn 96 --qkv-bias --qk-norm --pp 2 --schedule 1f1b"
-    for moe in "", "--experts 4 --expert-ffn 24 --shared-experts 1":
-        settings, seen = config.parse(f"--data {__file__} {flags} {moe}".split(), 2), set()
+    flags, seen = "--layers 8 --hidden 64 --heads 6 --head-dim 16 --ffn 96 --pp 2 --schedule 1f1b", set()
+    for more in "--qkv-bias --qk-norm", "--experts 4 --expert-ffn 24 --shared-experts 1", LATENT:
+        settings = config.parse(f"--data {__file__} {flags} {more}".split(), 2)
         for stage in range(2):
             group = SimpleNamespace(size=2, rank=stage)
             for p in Llama(settings.model, {}, pipeline=train.build_pipeline(settings, group)).parameters():
@@ -57,7 +58,7 @@ def test_first_weights_are_those_of_gpt_2():
                 else:
                     std = 0.02 / 16 ** 0.5 if kind in ("wo", "w_down") else 0.02
                     assert values.std().item() == pytest.approx(std, rel=0.05 if kind != "router" else 0.2), kind
-        assert {"embedding", "head", "norm", "wq", "wo", "bq", "w_down"} <= seen
+    assert {"embedding", "head", "norm", "wq", "wo", "bq", "w_down"} <= seen
 
 
 # Exact totals, each found in the model's repository or index file (and equal to a formula over its configuration).
