@@ -12,6 +12,7 @@ import pytest
 import torch
 from exact import Broken
 from grids import TINY
+from pool import slow
 from program import ROOT, python, torchrun
 from watch import in_order
 
@@ -238,12 +239,13 @@ def rows(name: str) -> str:
 
 @pytest.mark.parametrize("name, ranks, ours, rivals", [
     ("train", 1, 1, ["transformers + fused AdamW"]), ("dp", 2, 1, ["DistributedDataParallel"]),
-    ("zero", 2, 3, ["ZeroRedundancyOptimizer", "fully_shard", "fully_shard, reduce_dtype bf16"]),
     ("tp", 2, 1, ["DTensor"]),
     ("cp", 2, 6, ["torch, gather and mask, S 256", "torch, gather and mask, S 512"]),
-    pytest.param("pp", 4, 4, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
-                              "ScheduleZBVZeroBubble"], marks=pytest.mark.slow),
-    ("ep", 1, 1, ["transformers, loop", "transformers, grouped"]), ("ep", 2, 2, []),
+    *slow(("zero", 2, 3, ["ZeroRedundancyOptimizer", "fully_shard", "fully_shard, reduce_dtype bf16"]),
+          ("pp", 4, 4, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
+                        "ScheduleZBVZeroBubble"]),
+          ("ep", 1, 1, ["transformers, loop", "transformers, grouped"])),
+    ("ep", 2, 2, []),
     ("checkpoint", 2, 0, ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"])])
 def test_every_part_compares_ours_with_its_rivals(pool, name, ranks, ours, rivals):
     printed, *others = pool.run(ranks, "test_bench:rows", name=name) if ranks > 1 else [rows(name)]

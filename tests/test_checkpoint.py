@@ -90,11 +90,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
 
 # ---- from grid to grid ----------------------------------------------------------------------------------------------
 
-# Each grid takes a step from the checkpoint of the one before. 28 ordered pairs, 12 of them not in the slow tier, where
+# Each grid takes a step from the checkpoint of the one before. 28 ordered pairs, 10 of them not in the slow tier, where
 # there are 100 random ones, too.
 CHAINS = {
     "dense": ("", [(1, ""), (4, "--tp 4 --kv-heads 4"), (3, "--zero 3"), (1, "")]),
-    "dense, too": ("", [(4, "--dp 2 --cp 2 --zero 2"), (2, "--pp 2 --schedule zb-v"), (1, "")]),
+    "dense, more, too": ("", [(4, "--dp 2 --cp 2 --zero 2"), (2, "--pp 2 --schedule zb-v"), (1, "")]),
     "tied": ("--tied", [(1, ""), (3, "--pp 3"), (4, "--pp 2 --tp 2 --zero 1"), (1, "")]),
     "experts": (f"{MOE} --bias-rate 0.01", [(1, ""), (2, "--ep 2"), (4, "--dp 4 --ep 2 --zero 3"), (2, "--pp 2"),
                                             (1, "")]),

@@ -29,13 +29,13 @@ BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --se
         "--dtype fp32")
 MOE = "--experts 8 --top-k 2 --expert-ffn 48 --seq 56 --micro-batch 2 "  # 28 tokens or a multiple: all pairs of experts
 GRIDS = [  # 8 ranks each, of every axis
-    "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0",
+    "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0 --layers 2",
     "--dp 2 --tp 2 --pp 2 --zero 1 --schedule zb-v --layers 5",
     "--dp 2 --cp 2 --tp 2 --cp-style ring --zero 2 --recompute selective --dtype bf16 --layers 2",
     MOE + "--dp 2 --cp 2 --tp 2 --ep 8 --zero 1 --shared-experts 1 --layers 2 --global-batch 8",
-    "--dp 4 --tp 2 --zero 1 --hidden 128 --ffn 256 --fp8 tensorwise --dtype bf16 --layers 2 --global-batch 8",
 ]
 SLOW_GRIDS = [
+    "--dp 4 --tp 2 --zero 1 --hidden 128 --ffn 256 --fp8 tensorwise --dtype bf16 --layers 2 --global-batch 8",
     "--dp 8 --zero 1 --dtype fp16 --tied",
     "--dp 8 --zero 2 --optimizer sgd --global-batch 32",
     "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16",

@@ -38,7 +38,7 @@ def choose_as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dty
 
 
 @pytest.mark.parametrize("attention, flags", [
-    ("auto", "--doc-mask"), ("auto", "--window 5 --window-every 2"), ("auto", "--window 3 --doc-mask"),
+    ("auto", "--doc-mask"), ("auto", "--window 5 --window-every 2 --doc-mask"),
     ("triton", "--qk-norm --qkv-bias --tied --recompute full"),
     ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective")])
 def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags):

@@ -147,10 +147,10 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
 
 
 def test_a_setting_changes_what_is_communicated(pool):
-    lines = [line for others, change in COMMUNICATED.values() for line in (others, f"{others} {change}")]
-    first, *_ = pool.run(4, "test_settings:communicated", lines=lines)
-    for i, name in enumerate(COMMUNICATED):
-        assert first[2 * i] != first[2 * i + 1], name
+    lines = {line for others, change in COMMUNICATED.values() for line in (others, f"{others} {change}")}
+    found = dict(zip(lines, pool.run(4, "test_settings:communicated", lines=[*lines])[0]))
+    for name, (others, change) in COMMUNICATED.items():
+        assert found[others] != found[f"{others} {change}"], name
 
 
 def waits(seconds: float) -> set[float]:
