@@ -20,6 +20,7 @@ import train
 from collectives import Pending
 from groups import build_groups
 from plan import costs
+from plan.memory import format_bytes
 from recompute import CheckpointArena
 from run import device, dryrun
 from run.meter import Meter
@@ -178,6 +179,8 @@ def test_the_command_prints_a_page():
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0] == "device  none (dry run), 16 ranks, bf16" and "rank 9 needs about" in ended.stdout
+    formula = device.memory_of_rank(config.parse(f"{flags} --dtype bf16".split(), 16), 1)  # of the last stage
+    assert any(line.split()[:1] == ["activations"] and format_bytes(formula["activations"]) in line for line in lines)
     assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
     # 2 layers of 2 micro-batches: counts, experts, tokens, gates and results, and the gradients of the last three
     assert any(line.split()[:4] == ["ep", "4", "ranks", "32"] and "alltoall_base_" in line for line in lines)
@@ -274,9 +277,9 @@ def test_what_a_pipeline_has_sent_is_freed():
         assert sum(found.at_peak.values()) == found.peak == max(nbytes for _, nbytes in found.peak_of_action)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, schedule):
-    """Of the arena of blocks' inputs, on the rank of a pipeline that has most micro-batches in flight."""
+@pytest.mark.parametrize("rank, schedule", [(0, "1f1b"), (1, "1f1b"), (0, "interleaved"), (1, "zb-v")])
+def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, rank, schedule):
+    """Of the arena of blocks' inputs."""
     free, save = [], CheckpointArena.save
 
     def note(arena: CheckpointArena, x: torch.Tensor) -> int:
@@ -285,5 +288,5 @@ def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, s
         return slot
 
     monkeypatch.setattr(CheckpointArena, "save", note)
-    measured_on(f"{BASE} --pp 2 --schedule {schedule} --recompute full --global-batch 8 --micro-batch 1", 2, 0)
+    measured_on(f"{BASE} --pp 2 --schedule {schedule} --recompute full --global-batch 8 --micro-batch 1", 2, rank)
     assert min(free) == 0

@@ -651,6 +651,7 @@ def test_scaling_prints_days_and_dollars(capsys):
     out = printed(capsys, f"scaling {flags} --price 3")
     assert f"{N:,} active, D {D:.3g} tokens" in out and f"loss of this N and D: {loss:.3f} " in out
     assert f": {hours / 8 / 24:,.2f} days, {hours:,.0f} GPU-hours, {3 * hours:,.0f} dollars" in out
+    assert "--batch-ramp" in out and "--batch-ramp" not in printed(capsys, f"scaling {flags} --global-batch 72")
 
 
 def test_a_mistake_is_one_line_and_exit_code_2_without_torch():
@@ -980,6 +981,8 @@ def test_a_sweep_runs_what_search_proposes_and_does_not_repeat_it(tmp_path, caps
     command = f"sweep --preset tiny --gpus 4 --top 5 --out {out} --lr 0.001"
     first = printed(capsys, command)
     best, _ = search.search(run_for("--preset tiny --grid auto", 4), 4)
+    seconds = [candidate.seconds for candidate in best[:40]]
+    assert seconds == sorted(seconds)  # bounds, by which these were found, have another order
     assert runs == [f"--preset tiny --lr 0.001 {search.describe(candidate.run.settings)}" for candidate in best[:5]]
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["command"] for record in written] == runs
