@@ -268,20 +268,21 @@ def test_copies_of_gpus_are_queued_before_the_event_that_the_thread_waits_for(mo
     assert calls == [("offloaded", True, True), ("weights", True, True), "event", "host waits"]
 
 
-def share(flags: str) -> tuple[int, int]:
-    """(bytes that this rank writes, bytes of its copies) in a run on this grid."""
+def share(flags: str, folder: str) -> tuple[int, int, int]:
+    """(bytes that this rank writes, bytes of its copies, bytes of all ranks) in a run on this grid."""
     groups, model, optimizer = grids.build(config.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size()), "fp32")
-    stage = checkpoint.Stage(list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True)))
-    return (sum(piece.values.nbytes for piece in stage.pieces),
-            sum(copy.values.untyped_storage().nbytes() for copy in stage.copies))
+    pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
+    saver = checkpoint.Saver(folder, pieces, 0, host_group(60))
+    return (sum(piece.values.nbytes for piece in saver.stage.pieces),
+            sum(copy.values.untyped_storage().nbytes() for copy in saver.stage.copies), saver.nbytes)
 
 
 @pytest.mark.parametrize("ranks, flags", [(4, "--zero 0"), (4, "--zero 1 --dp-replicate 2"),
                                           (4, "--tp 2"), (3, "--zero 3"), (4, f"{MOE} --ep 2"), (2, "--pp 2 --tied")])
-def test_ranks_write_equal_shares_and_copy_nothing_else(pool, ranks, flags):
-    written, copied = zip(*pool.run(ranks, "test_checkpoint:share", flags=flags))
-    (everything, _), = pool.run(1, "test_checkpoint:share", flags=f"{flags} {ONE}")
-    assert sum(written) == everything and copied == written
+def test_ranks_write_equal_shares_and_copy_nothing_else(pool, tmp_path, ranks, flags):
+    written, copied, whole = zip(*pool.run(ranks, "test_checkpoint:share", flags=flags, folder=f"{tmp_path}/many"))
+    (everything, _, _), = pool.run(1, "test_checkpoint:share", flags=f"{flags} {ONE}", folder=f"{tmp_path}/one")
+    assert sum(written) == everything and copied == written and set(whole) == {everything}
     if "--pp" not in flags:  # whose stages have different sizes
         assert max(written) <= 1.1 * everything / ranks  # vectors that tp ranks share are written by the first
 

@@ -17,7 +17,8 @@ LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
 WRONG = [  # ranks, command line, what the line must say; but for those that config.rules, choices or ranges refuse
     (8, "16", "16: unknown flag"),
     (8, "--dp", "--dp: expected one argument"),
-    (8, "--cp 4 --dp 4", "--dp 4 x --cp 4 x --tp 1 x --pp 1 = 16 ranks, and there are 8: use --dp 2, or start 16"),
+    (8, "--cp 2 --pp 2 --dp 4",
+     "--dp 4 x --cp 2 x --tp 1 x --pp 2 = 16 ranks, and there are 8: use --dp 2, or start 16"),
     (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
     (1, "--help-me", "--help-me: unknown flag, --help lists all"),
     (1, "--preset llama-9b", "--preset llama-9b: unknown, use one of tiny, smollm-135m"),
