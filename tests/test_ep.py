@@ -302,7 +302,7 @@ def test_the_losses_carry_the_scale_of_fp16():
     """Every gradient is multiplied by it, or what balance asks for would shrink to nothing."""
     grads = []
     for scale in (1.0, 1024.0):
-        groups, model, optimizer, share = grids.ready(f"{SMALL} --aux-loss 1 --router-z-loss 0.1")
+        groups, model, optimizer, share = grids.ready(f"{SMALL} --aux-loss 1 --router-z-loss 0.1 --mtp --z-loss 0.1")
         optimizer.loss_scale = zero.LossScale(torch.device("cpu"), scale)
         train.forward_backward(model, optimizer, share, groups)
         grads.append(torch.cat([bucket.grad_shard for bucket in optimizer.buckets]) / scale)

@@ -218,17 +218,6 @@ def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
     assert pool.run(ranks, "test_loop:waits", flags=flags) == ranks * [4 * [count]]
 
 
-def test_the_loss_scale_multiplies_every_term_of_the_loss():
-    """Also z-losses, that of multi-token prediction and the balancing loss of experts."""
-    found = []
-    for factor in 1, 8:
-        groups, model, optimizer, share = grids.ready(f"--micro-batch 8 --mtp --z-loss 0.01 {grids.MIXTRAL}")
-        with patch.object(Optimizer, "scale_loss", lambda self, loss, factor=factor: factor * loss):
-            train.forward_backward(model, optimizer, share, groups)
-        found.append(torch.cat([values.flatten() for *_, values in grids.pieces(optimizer, "grad")]))
-    assert torch.equal(8 * found[0], found[1])
-
-
 def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
     """Its gradient is not finite. It counts as no update, and is read."""
     for rule in "adamw", "muon":
