@@ -279,9 +279,9 @@ def test_what_a_pipeline_has_sent_is_freed():
         assert sum(found.at_peak.values()) == found.peak == max(nbytes for _, nbytes in found.peak_of_action)
 
 
-@pytest.mark.parametrize("rank, schedule", [(0, "1f1b"), (1, "1f1b"), (0, "interleaved"), (1, "zb-v")])
-def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, rank, schedule):
-    """Of the arena of blocks' inputs."""
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, schedule):
+    """Of the arena of blocks' inputs, on the rank of a pipeline that has most micro-batches in flight."""
     free, save = [], CheckpointArena.save
 
     def note(arena: CheckpointArena, x: torch.Tensor) -> int:
@@ -290,5 +290,5 @@ def test_full_recomputation_allocates_no_more_slots_than_it_fills(monkeypatch, r
         return slot
 
     monkeypatch.setattr(CheckpointArena, "save", note)
-    measured_on(f"{BASE} --pp 2 --schedule {schedule} --recompute full --global-batch 8 --micro-batch 1", 2, rank)
+    measured_on(f"{BASE} --pp 2 --schedule {schedule} --recompute full --global-batch 8 --micro-batch 1", 2, 0)
     assert min(free) == 0
