@@ -63,7 +63,7 @@ GRIDS = [
     (4, "--micro-batch 24 --cp 4 --cp-ulysses 2 --window 7 --doc-mask --zero 1"),
     (2, "--micro-batch 12 --cp 2 --cp-zigzag document --doc-mask --seq 21"),
     (1, f"--micro-batch 8 {LATENT} --recompute selective"),
-    (1, f"--micro-batch 12 {LATENT} --q-lora-rank 0 --attention math --recompute full"),
+    (1, f"--micro-batch 12 {LATENT} --q-lora-rank 0 --attention math --recompute full --window 7 --window-every 2"),
     (2, f"--micro-batch 12 {LATENT} --v-head-dim 10 --tp 2 --zero 1"),
     (4, f"--micro-batch 24 {LATENT} --tp 4 --sp off --recompute selective --attention math"),
 ]
