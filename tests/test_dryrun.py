@@ -37,17 +37,12 @@ GRIDS = [  # 8 ranks each, of every axis
 ]
 SLOW_GRIDS = [
     "--dp 4 --tp 2 --zero 1 --hidden 128 --ffn 256 --fp8 tensorwise --dtype bf16 --layers 2 --global-batch 8",
-    "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16",
     "--tp 8 --sp off --recompute full",
-    "--cp 8 --cp-style allgather --zero 1 --seq 50",
-    "--cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --attention math",
-    "--cp 4 --pp 2 --cp-style ulysses --schedule interleaved --moments bf16 --dtype bf16 --recompute full",
     "--pp 2 --dp 4 --schedule zb-h1 --zero 3 --recompute full",
     "--pp 2 --tp 4 --schedule dualpipev --layers 6",
     MOE + "--dp 4 --pp 2 --ep 4 --zero 2 --schedule zb-h1 --dtype bf16 --expert-ffn 64",
     MOE + "--dp 8 --ep 2 --zero 3 --recompute full --router sigmoid --bias-rate 0.001",
     MOE + "--tp 2 --pp 2 --dp 2 --ep 2 --schedule zb-v --zero 1 --recompute selective --dense-layers 1",
-    MOE + "--cp 4 --dp 2 --ep 8 --router-z-loss 0.001 --aux-over micro-batch",
     "--dp 2 --tp 2 --pp 2 --hidden 128 --ffn 256 --fp8 blockwise --dtype bf16 --seq 128 --head-dim 32 --kv-heads 8 "
     "--recompute selective",
     f"--dp 2 --cp 2 --tp 2 --zero 2 --recompute selective {pairs.LATENT}",

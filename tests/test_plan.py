@@ -401,6 +401,13 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(model, 
     assert spent == pytest.approx(4 * (32 * of_layer + of_head) * one)
 
 
+def test_each_replica_orthogonalises_all_matrices():
+    flags = "--preset llama-3.2-1b --optimizer muon --zero 1 --dp"
+    one, two = (plan.time.muon_seconds(run_for(f"{flags} {dp}", n), {0: range(16)})
+                for dp, n in (("4", 4), ("8 --dp-replicate 2", 8)))
+    assert one == two > 0
+
+
 @pytest.mark.parametrize("flags, shards", [("--zero 0", 1), ("--zero 1", 4), ("--zero 1 --schedule zb-v", math.inf),
                                            ("--zero 1 --dp 2 --cp 2", 4), ("--zero 1 --dp-replicate 2", 2),
                                            ("--zero 0 --no-tied --mtp", 1)])
