@@ -3,7 +3,7 @@ import re
 import time
 import weakref
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -373,22 +373,6 @@ def test_an_output_is_freed_at_once_and_what_is_sent_when_it_has_left(monkeypatc
     engine.run(forward, (2, 3), torch.float32)
     assert alive == [[0, 0], [0, 0], [0, 0], [0, 1]]
     assert waited == [0, 3] and len(sent) == 5 and received == [1] * 5
-
-
-def test_an_input_is_waited_for_when_it_is_needed(monkeypatch):
-    """By the second of two ranks, whose next input comes during a backward."""
-    events = []
-
-    def receive(x, peer, group):
-        return SimpleNamespace(wait=lambda: (events.append("wait"), x.zero_())[1])
-
-    monkeypatch.setattr(pp, "send", lambda x, peer, group: collectives.done(x))
-    monkeypatch.setattr(pp, "receive", receive)
-    engine = pp.Engine(make_plan("1f1b", 2, 2), SimpleNamespace(rank=1, size=2))
-    events.clear()
-    engine.around = lambda action: (events.append(action.op), nullcontext())[1]
-    engine.run(lambda stage, k, x: x.sum(), (2, 3), torch.float32)
-    assert events == ["wait", "F", "B", "wait", "F", "B"]
 
 
 def test_a_weight_gradient_that_nobody_computes_is_noticed():
