@@ -62,7 +62,8 @@ def run(words: list[str], folder: str, env: dict[str, str]) -> None:
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
-    sys.path[:] = [str(ROOT), *(path for path in sys.path if ROOT not in (Path(path), *Path(path).parents))]
+    ours = ROOT, ROOT / "tests", ROOT / "tests" / "help"  # not an environment in the checkout
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path) not in ours)]
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
