@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
+import program
 import pytest
 import runs
 import torch
@@ -545,19 +546,19 @@ TWELVE = "--steps 12 --out {0}/out --save-every 2 --timeout 60 --metrics {0}/m -
 NODES = "--nnodes {count} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id faults"
 
 
-def test_a_rank_is_killed_then_one_raises_and_nothing_is_lost(pool, tmp_path):
-    """torchrun starts all ranks again, then ends. A rank that raises is the only one to speak."""
+@pytest.mark.parametrize("fault, line, reported", [
+    ("kill", "rank 0 failed in step 7: .* lost its connection", "exitcode: -9. local_rank: 1"),
+    ("raise", "rank 1 failed in step 7: a fault of its own", "traceback : train.py: rank 1 failed in step 7")])
+def test_one_line_says_how_a_rank_has_failed_and_nothing_is_lost(pool, tmp_path, fault, line, reported):
+    """It says so itself, or if it cannot, one that waits for it; torchrun, which ends the others, comes to know it."""
     flags = TWELVE.format(tmp_path)
-    process = launch(2, "kill,raise", "1,1", "7,10", "backward,forward", flags, restarts=1)
-    out, err = finished(process)
-    assert process.returncode == 1 and len(re.findall("resumed .* after [46] steps", out)) == 1, err
-    first, second = err.split("\ntrain.py: rank 1 failed in step 10: a fault of its own\n")
-    assert "exitcode: -9" in first and "local_rank: 1" in first
-    assert "train.py: rank 0 failed in step 7: " in first and "lost its connection" in first
-    assert first.count("\ntrain.py:") == first.count("Traceback") == 1 and "\ntrain.py:" not in second
-    assert first.endswith("FloatingPointError: a fault of its own")
-    assert "traceback : train.py: rank 1 failed in step 10: a fault of its own" in second
-    pool.run(2, "test_faults:run", flags=flags)
+    done = program.torchrun(2, *f"tests/help/faulty.py {fault} 1 7 backward {SMALL} {flags}".split())
+    said = [text for text in done.stderr.splitlines() if text.startswith("train.py: ")]
+    assert len(said) == 1 and re.match(f"train.py: {line}", said[0]) and done.returncode == 1, done.stderr
+    assert done.stderr.count("FloatingPointError: a fault of its own\ntrain.py: ") == (fault == "raise")
+    assert done.stderr.split("Process ")[0].count("Traceback") == (fault == "raise")  # before torchrun's own
+    assert re.search(reported, done.stderr)
+    assert re.search("resumed .* after [46] steps", pool.run(2, "test_faults:run", flags=flags)[0])
     assert_as_undisturbed(pool, tmp_path, 2)
 
 

@@ -50,8 +50,7 @@ def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.Comp
 
 def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
     """What `torchrun --nproc_per_node=RANKS ARGUMENTS` does in the project's folder."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    return subprocess.run([*launch, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return python("-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *arguments, timeout=600)
 
 
 def run(words: list[str], folder: str, env: dict[str, str]) -> None:
