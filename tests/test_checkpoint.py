@@ -472,12 +472,13 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
-    """The data axis fills. An inherited setting that does not fit is said to be the checkpoint's."""
+    """The data axis fills. An inherited setting that does not fit is said to be the checkpoint's. --init-from is kept."""
     pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path} --dp 2 --tp 2")
+    forge(tmp_path / "step-000001" / "run.json", published="weights")
     assert start.parse(f"--resume auto --out {tmp_path}".split(), 8).grid.dp == 4
     pool.run(2, "runs:run", flags=f"--resume auto --out {tmp_path} --steps 2 --warmup 0")
-    grid = start.read_run(tmp_path / "step-000002")["grid"]
-    assert (grid["dp"], grid["tp"]) == (1, 2)
+    run = start.read_run(tmp_path / "step-000002")
+    assert (run["grid"]["dp"], run["grid"]["tp"], run["published"]) == (1, 2, "weights")
     with pytest.raises(ValueError, match=r"^--tp 2 .* \(--tp is the checkpoint's: give another\)$"):
         start.parse(f"--resume auto --out {tmp_path}".split(), 1)
     with pytest.raises(ValueError, match=r"^--tp 4 .* --nproc_per_node\)$"):

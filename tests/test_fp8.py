@@ -35,7 +35,6 @@ import tp
 import train
 from config import FP8_RECIPES
 from fp8 import BLOCK, E4M3, E5M2, SMALLEST, Fp8, Fp8Experts, Quantised, dequantise, quantise, to_fp8
-from plan import costs
 from plan.memory import activation_bytes
 from run import device
 from run.data import open_samples
@@ -538,8 +537,7 @@ def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
         names = {weight.spec.name for weights in model.blocks["1"].attention.qkv.mm.cache for weight in weights}
         assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
             "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")}
-        kinds = costs.layer_kinds(settings)  # those that plan/ takes for equal
-        assert {kinds[layer] for layer in layers}.isdisjoint(kinds[layer] for layer in {*range(5)} - {*layers})
+        assert [*settings.fp8_layers()] == layers
 
 
 def test_latents_are_made_in_16_bits():

@@ -90,6 +90,14 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
             for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith(in_16_bits))
 
 
+def test_layers_of_one_kind_are_alike_and_no_others():
+    settings = config.parse("--layers 9 --experts 4 --dense-layers 2 --window 9 --window-every 3 --mtp --dtype bf16 "
+                            "--fp8 tensorwise --no-fp8-ends".split())
+    kinds, layers = costs.layer_kinds(settings), range(10)
+    alike = [(settings.model.window_of(n), n < 2, n in settings.fp8_layers(), n == 9) for n in layers]
+    assert [kinds.index(kinds[n]) for n in layers] == [alike.index(alike[n]) for n in layers]
+
+
 def test_heads_that_ulysses_copies_are_in_memory():
     """Of 24 heads, 6 with keys and values, tensor parallel ranks have 12 and 3, which 4 ranks divide as 4 x 3. More
     than others save: 12 heads of the output, and 9 of both keys and values; of 2 layers and 64 / 4 tokens."""
