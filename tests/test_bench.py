@@ -14,7 +14,7 @@ import torch
 from exact import Broken
 from grids import TINY
 from pool import slow
-from program import ROOT, python, torchrun
+from program import ROOT, python
 from watch import in_order
 
 import config
@@ -354,7 +354,7 @@ def test_smoke_takes_the_grids_that_its_ranks_can_be():
 
 @pytest.mark.slow
 def test_smoke_trains_every_grid_of_four_ranks():
-    done = torchrun(4, "-m", "bench", "smoke")
+    done = python(*"-m torch.distributed.run --nproc_per_node=4 -m bench smoke".split(), timeout=600)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(smoke.parse([], 4)[0])
 
 

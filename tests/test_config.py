@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from program import ROOT, torchrun
+from program import ROOT, python
 from torch.distributed.run import get_args_parser
 
 import config
@@ -233,9 +233,9 @@ def test_a_real_run_answers_before_torch_is_imported():
 
 
 def test_under_torchrun_rank_0_says_it_once_and_torchrun_repeats_it():
-    done, said = torchrun(4, "train.py", "--ep", "2"), "train.py: --ep 2 needs --experts"
-    assert done.returncode != 0
-    assert done.stderr.count(said) == 2 and done.stderr.splitlines().count(said) == 1
+    done = python(*"-m torch.distributed.run --nproc_per_node=4 train.py --ep 2".split())
+    said = "train.py: --ep 2 needs --experts"
+    assert done.returncode and done.stderr.count(said) == 2 and done.stderr.splitlines().count(said) == 1
     assert f"traceback : {said}" in done.stderr.split("Root Cause")[1]
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
-import program
 import pytest
 import runs
 import torch
 import torch.distributed as dist
+from program import python
 from runs import metrics, tensors
 from watch import in_order
 
@@ -551,8 +551,8 @@ NODES = "--nnodes {count} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} -
     ("raise", "rank 1 failed in step 7: a fault of its own", "traceback : train.py: rank 1 failed in step 7")])
 def test_one_line_says_how_a_rank_has_failed_and_nothing_is_lost(pool, tmp_path, fault, line, reported):
     """It says so itself, or if it cannot, one that waits for it; torchrun, which ends the others, comes to know it."""
-    flags = TWELVE.format(tmp_path)
-    done = program.torchrun(2, *f"tests/help/faulty.py {fault} 1 7 backward {SMALL} {flags}".split())
+    flags, torchrun = TWELVE.format(tmp_path), "-m torch.distributed.run --nproc_per_node=2"
+    done = python(*f"{torchrun} tests/help/faulty.py {fault} 1 7 backward {SMALL} {flags}".split())
     said = [text for text in done.stderr.splitlines() if text.startswith("train.py: ")]
     assert len(said) == 1 and re.match(f"train.py: {line}", said[0]) and done.returncode == 1, done.stderr
     assert done.stderr.count("FloatingPointError: a fault of its own\ntrain.py: ") == (fault == "raise")

@@ -91,11 +91,11 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
 
 
 def test_layers_of_one_kind_are_alike_and_no_others():
-    settings = config.parse("--layers 9 --experts 4 --dense-layers 2 --window 9 --window-every 3 --mtp --dtype bf16 "
-                            "--fp8 tensorwise --no-fp8-ends".split())
-    kinds, layers = costs.layer_kinds(settings), range(10)
-    alike = [(settings.model.window_of(n), n < 2, n in settings.fp8_layers(), n == 9) for n in layers]
-    assert [kinds.index(kinds[n]) for n in layers] == [alike.index(alike[n]) for n in layers]
+    flags = "--preset deepseek-v3 --mtp --window 9 --window-every 3 --dtype bf16 --fp8 tensorwise --no-fp8-ends"
+    settings = config.parse(flags.split())
+    model, fp8, kinds = settings.model, settings.fp8_layers(), costs.layer_kinds(settings)
+    alike = [(model.window_of(n), n < model.dense_layers, n in fp8, n == model.layers) for n in range(model.blocks)]
+    assert [*map(kinds.index, kinds)] == [*map(alike.index, alike)]
 
 
 def test_heads_that_ulysses_copies_are_in_memory():

@@ -48,11 +48,6 @@ def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.Comp
     return subprocess.CompletedProcess(words, process.exitcode, *printed)
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
-    """What `torchrun --nproc_per_node=RANKS ARGUMENTS` does in the project's folder."""
-    return python("-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *arguments, timeout=600)
-
-
 def run(words: list[str], folder: str, env: dict[str, str]) -> None:
     """In the forked process. Exits as the program does."""
     os.setsid()
