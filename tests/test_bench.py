@@ -354,7 +354,7 @@ def test_smoke_takes_the_grids_that_its_ranks_can_be():
 
 @pytest.mark.slow
 def test_smoke_trains_every_grid_of_four_ranks():
-    done = python(*"-m torch.distributed.run --nproc_per_node=4 -m bench smoke".split(), timeout=600)
+    done = python(*"-m torch.distributed.run --nproc_per_node=4 -m bench smoke".split(), timeout=1200)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(smoke.parse([], 4)[0])
 
 

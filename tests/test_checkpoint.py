@@ -314,7 +314,7 @@ def test_saves_leave_no_objects(tmp_path, monkeypatch):
     assert max(counts[5:]) <= counts[4], counts
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
     """pp 4 x dp 32 x tp 8 at ZeRO level 1, on tensors without memory; data ranks differ in their shards alone. DCP
     raises ValueError if a tensor is not whole."""

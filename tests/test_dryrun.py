@@ -210,7 +210,7 @@ def test_the_page_is_what_was_found():
         "dp 4 ranks 1,202 calls 5.00 GB 1,200 gather, 2 allreduce_"}
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_llama_405b_on_16384_ranks_takes_less_than_a_minute(capsys):
     began = time.process_time()
     train.main(config.parse("--dry-run 16383/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 "

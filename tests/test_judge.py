@@ -166,7 +166,7 @@ def test_no_right_grid_is_accused(pool, tmp_path, ranks, grid):
     assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "grid")).findings() == []
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_a_hundred_million_parameters_on_eight_ranks_take_less_than_a_minute(pool, tmp_path):
     judged.large(str(tmp_path / "one"))
     pool.run(8, "judged:large", folder=str(tmp_path / "grid"))

@@ -887,7 +887,7 @@ def test_matmuls_reach_a_part_of_the_peak_and_faster_levels_are_nearer(machine):
     assert network.bandwidth_bytes_per_s < machine.host_link < machine.host_memory < node.bandwidth_bytes_per_s
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_search_of_1024_gpus_takes_less_than_ten_seconds():
     began = time.process_time()
     search.search(run_for("--preset llama-3.1-70b --seq 8192 --global-batch 1024 --micro-batch 1"), 1024)

@@ -446,7 +446,7 @@ def test_layers_are_cut_into_stages_of_equal_work(last):
             assert [layer for cut in cuts for layer in cut] == list(range(len(work))) and all(len(cut) for cut in cuts)
             of_stages = [sum(work[cut.start:cut.stop]) + last * (i == stages - 1) for i, cut in enumerate(cuts)]
             assert max(of_stages) == pytest.approx(best(tuple(work), stages, last))
-    began = time.perf_counter()
-    assert {len(cut) for cut in costs.partition([1.0] * 5000, 8)} == {625} and time.perf_counter() < began + 5
+    began = time.process_time()
+    assert {len(cut) for cut in costs.partition([1.0] * 5000, 8)} == {625} and time.process_time() < began + 5
     with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages: use 1 to 3"):
         costs.partition([1] * 3, 4)

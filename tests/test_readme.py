@@ -59,7 +59,7 @@ def test_the_map_of_the_playbook_names_what_exists():
 def test_commands_of_the_map_show_something(command, tmp_path):
     """In a copy of the checkout: some write pictures and traces."""
     shutil.copytree(ROOT, tmp_path / "here", ignore=shutil.ignore_patterns(".git", "__pycache__", "tests"))
-    done = subprocess.run(shlex.split(command), cwd=tmp_path / "here", capture_output=True, text=True, timeout=300)
+    done = subprocess.run(shlex.split(command), cwd=tmp_path / "here", capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 40 or "written" in done.stdout
 

@@ -5,15 +5,14 @@ file imports nothing of the project, since the fork must import the copy's files
 """
 import os
 import shutil
-import signal
 import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from program import ROOT, forks
+from program import ROOT, ends, forks
 
-LIMIT_S = 60  # a bug that makes its test hang is found, too; on a machine that is busy otherwise, more
+LIMIT_S = 60  # a bug that makes its test hang is found, too
 
 
 class Bug(NamedTuple):
@@ -40,13 +39,8 @@ def find(folder: Path, bug: Bug) -> tuple[str, str]:
 
     process = forks().Process(target=run, args=(str(copy), str(printed), bug.test))
     process.start()
-    process.join(LIMIT_S * max(1.0, os.getloadavg()[0] / os.cpu_count()))
-    hung = process.is_alive()
-    if hung:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that the test started
-        process.join()
-    text = printed.read_text() if printed.exists() else ""
-    if hung:
+    ended, text = ends(process, LIMIT_S), printed.read_text() if printed.exists() else ""
+    if not ended:
         return "hung", text
     return ("failed" if "1 failed" in text else "passed" if "1 passed" in text else "no such test"), text
 

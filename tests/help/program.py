@@ -39,13 +39,19 @@ def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.Comp
     with tempfile.TemporaryDirectory() as folder:
         process = forks().Process(target=run, args=(words, folder, env))
         process.start()
-        process.join(timeout)
-        if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+        if not ends(process, timeout):
             raise subprocess.TimeoutExpired(words, timeout)
         printed = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(words, process.exitcode, *printed)
+
+
+def ends(process: multiprocessing.Process, within_s: float) -> bool:
+    """Whether it does, in this time or, on a busy machine, more. If not, it is killed, and all that it has started."""
+    process.join(within_s * max(1.0, os.getloadavg()[0] / os.cpu_count()))
+    if hangs := process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    return not hangs
 
 
 def run(words: list[str], folder: str, env: dict[str, str]) -> None:
