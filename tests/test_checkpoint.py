@@ -472,7 +472,7 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
-    """The data axis fills. An inherited setting that does not fit is said to be the checkpoint's. --init-from stays."""
+    """The data axis fills, a setting that does not fit is said to be the checkpoint's, the published model is kept."""
     pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path} --dp 2 --tp 2")
     forge(tmp_path / "step-000001" / "run.json", published="weights")
     assert start.parse(f"--resume auto --out {tmp_path}".split(), 8).grid.dp == 4

@@ -573,7 +573,7 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     number = 0 if where in ("writing", "commit", "sampling") else 1
     process = launch(2, "kill", number, step, where, flags, restarts=3)
     out, err = finished(process)
-    assert process.returncode == 0 and re.search("exitcode: -9|Connection closed", err), err  # whichever is seen first
+    assert process.returncode == 0 and re.search("exitcode: -9|Connection closed", err), err  # of the one seen first
     resumed = re.findall(r"resumed .* after (\d+) steps", out)
     assert resumed == {"before": [], "loading": []}.get(where, resumed[:1]) and set(resumed) <= {"5", "10", "12"}
     assert_as_undisturbed(pool, tmp_path, 2)
