@@ -391,7 +391,7 @@ def test_a_parameter_has_the_bytes_of_the_table():
             settings = config.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
             meter = Meter()
             with meter:
-                groups, model, optimizer = grids.build(settings)
+                groups, model, optimizer = grids.build(settings, groups=grids.NO_GROUPS)
                 window = torch.randint(97, (2, 257))
                 grids.forward_backward(settings, groups, model, optimizer, window[:, :-1], window[:, 1:])
                 live = meter.live()["all"] - sum(part.nbytes for part in model.angles_in_sequence(256, window.device))
@@ -589,36 +589,36 @@ class Unscaled(Fp8):
 
 
 def trained() -> list[float]:
-    """Each rank is a run of its own, with another recipe or seed: the loss of every step."""
+    """Each rank is a run of its own, with another recipe or seed: the loss of every step. That without scales ends
+    early. CPUs without bf16 products take six times as long for torch's own as for these, which are rounded alike."""
     name, seed = RUNS[dist.get_rank()]
     flag = {"bf16": "none", "unscaled": "tensorwise"}.get(name, name)
     settings = config.parse(f"{TRAINED} --seed {seed} --fp8 {flag}".split())
     with patch.object(train, "Fp8", Unscaled if name == "unscaled" else Fp8):
-        groups, model, optimizer = grids.build(settings)
+        groups, model, optimizer = grids.build(settings, groups=grids.NO_GROUPS)
     samples, losses = open_samples(settings, [], seed), []
-    for step in range(settings.optim.steps):
-        share = train.local_micro_batches(samples, 4 * step, 4, settings, groups)
-        losses.append(train.forward_backward(model, optimizer, share, groups).item())
-        optimizer.step(train.learning_rate(step, settings.optim))
+    with patch.object(torch.Tensor, "__matmul__", lambda a, b: a.float().matmul(b.float()).to(a.dtype)):
+        for step in range(500 if name == "unscaled" else settings.optim.steps):
+            share = train.local_micro_batches(samples, 4 * step, 4, settings, groups)
+            losses.append(train.forward_backward(model, optimizer, share, groups).item())
+            optimizer.step(train.learning_rate(step, settings.optim))
     return losses
 
 
 @pytest.mark.slow
 def test_fp8_trains_like_bf16():
     """2,000 steps on Python's own library, of two seeds each; the last loss is the mean of 200 steps of both. A spike
-    would be 100 steps whose mean is 2% above bf16's. Chaos alone sets runs apart, the more the higher the learning
-    rate (docs/RESULTS.md): at 2e-3, bf16 and fp32 are 1.2% apart, and nothing could be told. Without scales, it does
-    not learn.
-    """
+    would be 100 steps whose mean is 2% above bf16's. At higher learning rates chaos alone sets bf16 and fp32 as far
+    apart (docs/RESULTS.md), and nothing could be told. Without scales, it does not learn."""
     with closing(Pool(len(RUNS))) as pool:
         runs = dict(zip(RUNS, pool.run(len(RUNS), "test_fp8:trained", timeout=6000)))
     losses = {name: [sum(both) / 2 for both in zip(runs[name, 0], runs[name, 1])] for name in ("bf16", *FP8_RECIPES)}
     last = {key: sum(run[-200:]) / 200 for key, run in (losses | runs).items()}
-    print({key: f"{last[key] / last['bf16', key[1]] - 1:+.3%}" for key in RUNS})
+    print({key: f"{last[key] / last['bf16', key[1]] - 1:+.3%}" for key in RUNS[:-1]})
     assert losses["bf16"][0] > 5 and last["bf16"] < 2  # it learned
     for name, limit in ("blockwise", 0.0025), ("tensorwise", 0.005):
         assert last[name] / last["bf16"] - 1 < limit, name
         for start in range(len(losses[name]) - 100):
             window = slice(start, start + 100)
             assert sum(losses[name][window]) < 1.02 * sum(losses["bf16"][window]), f"a spike at step {start}"
-    assert last["unscaled", 0] > 1.2 * last["bf16", 0]
+    assert sum(runs["unscaled", 0][-200:]) > 1.2 * sum(runs["bf16", 0][300:500])
