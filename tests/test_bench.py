@@ -187,8 +187,10 @@ SMALL_ROWS = [  # function, arguments, its contenders
 def test_rows_run_and_agree_with_fp64(cudnn, measure, contenders):
     with on_a_small_cpu():
         found = measure()
-    assert not found.failures and all(error < 1e-5 for error in found.errors.values()) and found.seconds == 1.0
-    assert contenders in (None, {found.ours, *found.rivals})
+    compared = {found.ours, *found.rivals}
+    fp8 = re.search("block_matmul|quantise|fp8", getattr(measure, "func", measure).__name__)
+    assert contenders in (None, compared) and not found.failures and found.seconds == 1.0
+    assert found.errors.keys() == (set() if fp8 else compared) and all(error < 1e-5 for error in found.errors.values())
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -331,7 +333,7 @@ def test_smoke_compares_each_dtype_with_one_process_on_the_cpu(capsys, monkeypat
     monkeypatch.setattr(smoke.subprocess, "run", lambda command, **options: python(*command[1:]))
     smoke.main(["--grids", f"--recompute full --layers 1 --seq 64 --data {ROOT}/pp.py"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == ["fp32", "bf16"] and len(lines[0][1:4]) == 3
+    assert [line[0] for line in lines] == ["fp32", "bf16"]
     assert float(lines[0][4]) <= 1e-6 < float(lines[1][4]) < 2e-2  # on the same device the fp32 run is the same one
 
 
@@ -354,8 +356,10 @@ def test_smoke_takes_the_grids_that_its_ranks_can_be():
 
 @pytest.mark.slow
 def test_smoke_trains_every_grid_of_four_ranks():
-    done = python(*"-m torch.distributed.run --nproc_per_node=4 -m bench smoke".split(), timeout=1200)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(smoke.parse([], 4)[0])
+    grids = [f"{grid} --seq 64" for grid in smoke.parse([], 4)[0]]  # shorter than 256: CPUs may be slow in bf16
+    command = "-m torch.distributed.run --nproc_per_node=4 -m bench smoke --grids"
+    done = python(*command.split(), ";".join(grids), timeout=1200)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(grids) > 30
 
 
 # ---- bench check ----------------------------------------------------------------------------------------------------

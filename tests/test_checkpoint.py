@@ -84,6 +84,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
     assert want | dict(files=[], settings=[]) == got | dict(files=[], settings=[])
     lines = [metrics(Path(f"{folder}.jsonl")) for folder in (straight, resumed)]
     assert [line["step"] for line in lines[1] if "save_wait_s" in line] == [1, 3, 5]
+    assert (lines[0][-1]["skipped"] > 0) == ("fp16" in flags)
     for name in ("step", "tokens", "loss", "mtp_loss", "grad_norm", "lr", "skipped", "val_loss", "aux_loss"):
         assert [line.get(name) for line in lines[0]] == [line.get(name) for line in lines[1]]
 
@@ -221,7 +222,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_pat
     with in_order((os, "fsync", synced), (Path, "rename", renamed)) as events:
         saved(tmp_path, (2,), keep=1, resumed=1)
     first = events.index("sync .run.json.tmp")
-    assert "sync __0_0.distcp" in events[:first] and "sync .writing-step-000002" in events
+    assert {"sync __0_0.distcp", "sync .metadata.tmp"} <= {*events[:first]} and "sync .writing-step-000002" in events
     assert events[first:] == [
         "sync .run.json.tmp", ".run.json.tmp -> run.json", "sync .writing-step-000002", "sync .writing-step-000002",
         ".writing-step-000002 -> step-000002", f"sync {tmp_path.name}", "sync .latest.tmp", ".latest.tmp -> latest",
@@ -717,8 +718,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(trained, monkeypatch, ca
 
 
 def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(published, tokens, tmp_path):
-    """By a run that has no step left to take, with the files of the model that the run before began with; without a
-    tokenizer.json, too."""
+    """By a run with no step left, with files of the model that the first began with; without tokenizer.json, too."""
     tokenizer = shutil.copytree(published, tmp_path / "given") / "tokenizer.model"
     tokenizer.with_suffix(".json").rename(tokenizer)
     flags = (f"--init-from {tmp_path}/given --data {tokens} --seq 24 --global-batch 2 --steps 1 --out {tmp_path}/out "
@@ -780,8 +780,7 @@ def test_a_tokenizer_is_that_of_the_weights_then_of_the_run_before_then_of_the_d
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "conversations"])
 def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, monkeypatch, capsys, chat):
-    """The loss is transformers' mean, of conversations over the answers' tokens alone, of all samples at once, and
-    falls."""
+    """The loss falls and is transformers' mean, of conversations over answers' tokens alone, of all samples at once."""
     rng, given, corpus = random.Random(0), tmp_path / ("chat.jsonl" if chat else "text"), tmp_path / "corpus" / "t.bin"
     lines = [dict(prompt=f"import {rng.randrange(99)}?", completion="def {}: return" * rng.randrange(1, 4))
              for _ in range(40)]

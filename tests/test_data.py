@@ -387,8 +387,7 @@ def test_a_prompt_of_which_nothing_stays_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["out", "metrics", "export-hf", "profile", "memory-snapshot"])
 def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
-    """It would be text of the resumed run. Token files are all that is read of their folder, and hidden files are not
-    read."""
+    """It would be text of the resumed run. Of folders with token files these alone are read, hidden files never."""
     (tmp_path / "a.txt").write_text("text" * 99)
 
     def opened(where: str) -> Samples:

@@ -45,8 +45,7 @@ def run(flags: str, spoiled: tuple = (), factor: float = math.inf, late: bool = 
 
     spoiled: the loss of these steps, of each once and in this order, is multiplied by a factor. late: a step's results
     are read after the next one has been issued, as on a GPU. also: it has these flags, too. stop_at: the step or the
-    activity in which it is asked to end.
-    """
+    activity in which it is asked to end."""
     state, wanted = state or job.RunState(), faults.Stop.wanted
     with contextlib.ExitStack() as stack:
         if rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
@@ -425,7 +424,7 @@ def test_a_rank_whose_store_has_gone_reports_alone(monkeypatch):
 
 @pytest.mark.parametrize("timeout_s", [2.0, 20.0, 600.0])
 def test_a_watchdog_reports_before_the_collective_s_own_timeout(timeout_s):
-    """It waits for up to a poll after nine tenths of the timeout."""
+    """It waits for up to a poll after four fifths of the timeout, and three more for others' answers."""
     with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(faults.threading, "Thread"):
         dog = faults.Watchdog(Mock(), timeout_s, lambda: "", faults.Stop())
     assert 0 < dog.poll_s <= 1 and 0.8 * timeout_s + 4 * dog.poll_s < timeout_s
@@ -575,7 +574,8 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     out, err = finished(process)
     assert process.returncode == 0 and re.search("exitcode: -9|Connection closed", err), err  # of the one seen first
     resumed = re.findall(r"resumed .* after (\d+) steps", out)
-    assert resumed == {"before": [], "loading": []}.get(where, resumed[:1]) and set(resumed) <= {"5", "10", "12"}
+    known = dict(before=[], loading=[], staging=["5"], sampling=["12"], exit=["12"])  # else 5's save may be under way
+    assert resumed in ([known[where]] if where in known else [[], ["5"]])
     assert_as_undisturbed(pool, tmp_path, 2)
 
 

@@ -462,8 +462,7 @@ def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():
                                            ("blockwise", 1, 512, 384)])  # an expert's only row
 def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales, padded or not, of all three
-    products, and of experts'. The kernel writes scales where cuBLAS reads them from, so that no product lays them out.
-    """
+    products, and of experts'. The kernel writes scales where cuBLAS reads them from, so no product lays them out."""
     monkeypatch.setattr(fp8, "quantise", by)
     layer = Fp8(FP8_RECIPES[name], torch.float32)
     x, dy = (both(layer, normal(T, width, dtype=torch.float32), grad) for width, grad in ((K, False), (N, True)))

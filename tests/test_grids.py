@@ -1,4 +1,4 @@
-"""Every grid is equal to one process: all gradients, the norm, and what three optimizer steps make of everything.
+"""Every grid is equal to one process: all gradients, the norm, and what two optimizer steps make of everything.
 
 A new grid is one more line in GRIDS: (ranks, flags).
 """

@@ -56,12 +56,14 @@ def test_orthogonalize_moves_all_singular_values_near_one(shape):
     assert (along - torch.diag_embed(along.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
 
 
-def test_equal_matrices_are_multiplied_together_but_large_ones_alone(monkeypatch):
-    together, alone = ({n: torch.full((4, 6), n + 1.0).tril(n) for n in range(3)} for _ in range(2))
-    muon.replace_by_updates(together)
-    monkeypatch.setattr(muon, "STACKED", 4 * 6 - 1)
-    muon.replace_by_updates(alone)
-    assert all(torch.allclose(alone[n], together[n]) for n in range(3))
+def test_equal_matrices_are_multiplied_together_as_many_as_fit(monkeypatch):
+    found = [{n: torch.full((4, 6), n + 1.0).tril(n) for n in range(3)} for _ in range(3)]
+    with in_order((muon, "orthogonalize", len)) as counts:
+        for numbers, most in zip(found, (72, 48, 23)):
+            monkeypatch.setattr(muon, "STACKED", most)
+            muon.replace_by_updates(numbers)
+    assert counts == [3, 2, 1, 1, 1, 1]
+    assert all(torch.allclose(other[n], found[0][n]) for n in range(3) for other in found[1:])
 
 
 def test_an_update_is_as_near_the_exact_one_as_that_of_torch():

@@ -51,19 +51,22 @@ def test_there_is_a_page_for_each_file_and_every_link_leads_somewhere(made):
 
 
 def test_each_line_is_on_its_page_once_as_prose_or_as_code_and_prose_is_escaped(made):
+    everywhere = {file: pages.definitions(file) for file in pages.files()}
     for file in pages.files():
-        source = (pages.ROOT / file).read_text()
+        source, page = (pages.ROOT / file).read_text(), made[pages.page_of(file)]
         rows, lines = pages.rows(source), source.splitlines()
-        found = re.findall(r'<span class="n" id="L(\d+)">\d+</span>(.*)', made[pages.page_of(file)])
+        found = re.findall(r'<span class="n" id="L(\d+)">\d+</span>(.*)', page)
         code = [int(number) for number, _ in found]
         assert code == sorted(set(code)), file
         for number, line in zip(code, found):
             text = html.unescape(re.sub(r"<[^>]+>", "", line[1])).removesuffix("</pre></div></div>")
             assert text == lines[number - 1], (file, number)
-        words = re.findall(r"\w+", " ".join(line for row in rows for line in row.prose))
-        for number in set(range(1, len(lines) + 1)) - set(code):
-            line = re.sub(r'^r"""', "", lines[number - 1])  # of a docstring with backslashes
-            assert set(re.findall(r"\w+", line)) <= set(words), (file, number)
+        shown = re.findall(r'<div class="prose">(?!<img|<h2>What it prints)(.*?)</div>', page, re.S)
+        names, prose = pages.names_seen(file, everywhere), [line for row in rows for line in row.prose]
+        assert shown == [pages.prose_html(row.prose, names) for row in rows], file
+        others = [re.sub('^r"""', "", line) for number, line in enumerate(lines, 1) if number not in code]
+        one, other = (sorted(re.findall(r"\w+", " ".join(part))) for part in (others, prose))
+        assert one == other, file
     assert pages.prose_html(["a < b & `c`"], {}) == "<p>a &lt; b &amp; <code>c</code></p>"
 
 

@@ -222,8 +222,7 @@ def test_the_order_is_that_of_torch(schedule, name, v):
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 def test_boxes_lie_where_their_times_are_and_later_chunks_look_different():
-    """Three columns per unit of time, less a gap of one. A rank's later chunk is in lower case or, with color,
-    underlined."""
+    """Three columns per unit of time, one a gap. A rank's later chunk is in lower case or, with color, underlined."""
     spans = simulate(make_plan("zb-v", 2, 4))
     plain, colored = (timeline.draw(spans, color).splitlines() for color in (False, True))
     for r, (actions, line, bright) in enumerate(zip(spans, plain, colored)):
@@ -300,8 +299,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
     """Bytes alive when each action of this rank begins, and after the step: counted, and by the plan.
 
     A stage is tanh between two matrices. A forward keeps x and the result of tanh; between I and W the inputs and the
-    output gradients of both matrices are left.
-    """
+    output gradients of both matrices are left."""
     p, tp = dist.get_world_size(), TensorParallel()
     plan = make_plan(schedule, p, m)
     weights = {stage: (parameter(Spec(f"{stage} up", (F, H)), {}, torch.float64),

@@ -62,7 +62,7 @@ def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tup
         for record, want in zip(other, records, strict=True):
             for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
                 assert record[what] == pytest.approx(want[what], rel=1e-10), what
-        assert text.split("\nimport")[1][:8] == printed.split("\nimport")[1][:8]
+        assert text.split("\nimport")[1] == printed.split("\nimport")[1]
     return found
 
 

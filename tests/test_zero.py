@@ -282,7 +282,7 @@ def test_gradients_that_are_sent_to_nobody_are_not_rounded():
 
 
 @pytest.mark.parametrize("flags", ["--zero 0", "--zero 3 --dp-replicate 2"])
-def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded_once_a_reduction(pool, flags):
+def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded(pool, flags):
     """Half a unit in the last place (2^-9) of each rank's term, and of each partial sum of n ranks."""
     exact, rounded = for_each(pool, 4, "sharding:sent", [
         dict(flags=f"--global-batch 16 --micro-batch 2 {flags} --reduce-dtype {dtype}", dtype=torch.bfloat16)

@@ -32,8 +32,7 @@ def run(code: str, compiler: str = "", **env: str) -> str:
 def ahead(kernel, signature: dict[str, str], constants: dict, **options) -> dict:
     """Its PTX, its shared memory, and what its machine code uses: REG (registers a thread), STACK, LOCAL and more.
 
-    As at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler.
-    """
+    As at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -59,7 +59,7 @@ def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
         window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
         labels = window[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < torch.rand(sequences, 1, generator=generator)] = -100
-        labels[:min(6, 3 * sequences // 8)] = -100  # on every grid, whole micro-batches have nothing to learn
+        labels[:min(6, 3 * sequences // 8)] = -100  # if of 6 or less, whole micro-batches have nothing to learn
         out.append((window[:, :-1], labels))
         seen += labels.numel()
     return out

@@ -73,8 +73,7 @@ class Pool:
     def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
         """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
 
-        Raises RuntimeError with the traceback of every rank that failed, and with where each stood if time ran out.
-        """
+        Raises RuntimeError with the traceback of every rank that failed, and with where each stood if time ran out."""
         self.jobs += 1
         connections = [connection for _, connection in self.workers[:world]]
         for rank, connection in enumerate(connections):

@@ -45,8 +45,7 @@ def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch
     """Every expert computes every token; the weights of experts that were not chosen are 0.
 
     h: [B, S, H]. Returns the result [B, S, H], how many tokens of a sequence chose each expert [B, E], probabilities
-    [B, S, E], and the router's logits [B, S, E].
-    """
+    [B, S, E], and the router's logits [B, S, E]."""
     router = h @ w[layer + "router"].T
     scores = router.softmax(-1) if model.router == "softmax" else torch.sigmoid(router)
     chosen = torch.zeros_like(scores, dtype=torch.bool)
@@ -219,8 +218,7 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
 
     loss, norm: of each step; the losses that balance experts are not in the first, only in the gradient, and that of
     multi-token prediction is in it without its weight. grads: by name, of each step, before clipping. params, m, v,
-    biases: by name, after the last.
-    """
+    biases: by name, after the last."""
     moe_layers = range(model.dense_layers, model.layers + model.mtp) if model.experts else ()
     biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}

@@ -20,8 +20,7 @@ def replay(lists: list[list[Action | Transfer]], costs: Costs, stream_of: Callab
 
     stream_of(item): the stream on which a rank runs it. A transfer also waits for the actions before it in the list; an
     action waits for no transfer of another stream but those that bring what it needs. Raises ValueError if ranks wait
-    for each other for ever, or if a send meets the receive of a different transfer.
-    """
+    for each other for ever, or if a send meets the receive of a different transfer."""
     stages = 1 + max((item.stage for items in lists for item in items), default=0)
     queues, free = [{} for _ in lists], [{} for _ in lists]  # of each rank: stream -> what waits, when it is free
     spans, known = [[] for _ in lists], [{} for _ in lists]  # known: result -> when this rank has it

@@ -29,8 +29,7 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
     unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
     shorter = patch.object(sampling, "sample", lambda model, prompt, count: sample(model, prompt, 16))
-    refuse = patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error))
-    with shorter, refuse, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with shorter, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(),
                                 stop))
