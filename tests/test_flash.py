@@ -22,7 +22,7 @@ def small_tiles(monkeypatch):
 
 
 def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int = 2) -> list[torch.Tensor]:
-    return [numbers(B, N, rows, D), *(numbers(B, K, columns, D, seed=seed) for seed in (1000, 2000))]  # far from shapes
+    return [numbers(B, N, rows, D), *(numbers(B, K, columns, D, seed=n) for n in (1000, 2000))]  # numbers adds shapes
 
 
 def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.Tensor, torch.Tensor] | None:
