@@ -56,4 +56,4 @@ def run(folder: str, printed: str, test: str) -> None:
     os.environ.pop("PYTHONPATH", None)
     del sys.modules["program"]
     import pytest
-    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", test])))
+    sys.exit(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", test])))
