@@ -28,7 +28,7 @@ from schedules import Action
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
         "--dtype fp32")
-MOE = "--experts 8 --top-k 2 --expert-ffn 48 --seq 56 --micro-batch 2 "  # 28 tokens or a multiple: all pairs of experts
+MOE = "--experts 8 --top-k 2 --expert-ffn 48 --global-batch 16 --micro-batch 2 --seq 56 "  # multiples of 28 pairs
 GRIDS = [  # 8 ranks each, of every axis
     "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0 --layers 2",
     "--dp 2 --tp 2 --pp 2 --zero 1 --schedule zb-v --layers 5",
@@ -36,18 +36,15 @@ GRIDS = [  # 8 ranks each, of every axis
     MOE + "--dp 2 --cp 2 --tp 2 --ep 8 --zero 1 --shared-experts 1 --layers 2 --global-batch 8",
 ]
 SLOW_GRIDS = [
-    "--dp 4 --tp 2 --zero 1 --hidden 128 --ffn 256 --fp8 tensorwise --dtype bf16 --layers 2 --global-batch 8",
-    "--tp 8 --sp off --recompute full",
-    "--dp 8 --zero 1 --dtype fp16 --tied",
-    "--dp 8 --zero 2 --optimizer sgd --global-batch 32",
-    "--tp 4 --dp 2 --sp async --zero 1 --qkv-bias",
+    "--dp 4 --tp 2 --zero 1 --hidden 128 --ffn 256 --fp8 tensorwise --dtype bf16 --layers 2",
+    "--tp 8 --sp off --recompute full --global-batch 4", "--dp 8 --zero 1 --dtype fp16 --tied --global-batch 16",
+    "--dp 8 --zero 2 --optimizer sgd --global-batch 32", "--tp 4 --dp 2 --sp async --zero 1 --qkv-bias",
     "--cp 2 --dp 4 --cp-style ulysses --qk-norm --attention math",
-    "--pp 8 --layers 9 --schedule 1f1b --tied",
-    "--cp 2 --dp 2 --pp 2 --window 12 --window-every 2",
-    "--cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --attention math",
-    "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16",
+    "--pp 8 --layers 9 --schedule 1f1b --tied --global-batch 16", "--cp 2 --dp 2 --pp 2 --window 12 --window-every 2",
+    "--cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --attention math --global-batch 4",
+    "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16 --global-batch 16",
     MOE + "--cp 4 --dp 2 --ep 8 --router-z-loss 0.001 --aux-over micro-batch",
-    "--pp 2 --dp 4 --schedule zb-h1 --zero 3 --recompute full",
+    "--pp 2 --dp 4 --schedule zb-h1 --zero 3 --recompute full --global-batch 16",
     "--pp 2 --tp 4 --schedule dualpipev --layers 6",
     MOE + "--dp 4 --pp 2 --ep 4 --zero 2 --schedule zb-h1 --dtype bf16 --expert-ffn 64",
     MOE + "--dp 8 --ep 2 --zero 3 --recompute full --router sigmoid --bias-rate 0.001",
@@ -86,9 +83,10 @@ def measured_on(flags: str, ranks: int, rank: int) -> dryrun.DryRun:
     *(pytest.param(grid, [number % 8], id=f"{number}") for number, grid in enumerate(GRIDS)),
     *(pytest.param(grid, [0, 3, 7], marks=pytest.mark.slow) for grid in GRIDS + SLOW_GRIDS)])
 def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(grid, ranks, pool):
-    all_real = pool.run(8, "test_dryrun:measured", flags=f"{BASE} {grid}")
+    flags = f"{BASE} --global-batch 8 {grid}"
+    all_real = pool.run(8, "test_dryrun:measured", flags=flags)
     for rank in ranks:
-        fake, real = measured_on(f"{BASE} {grid}", 8, rank), all_real[rank]
+        fake, real = measured_on(flags, 8, rank), all_real[rank]
         assert (fake.flops, fake.calls, fake.sent) == (real.flops, real.calls, real.sent), rank
         assert fake.flops > 0 and fake.sent["world"] > 0
         assert fake.peak == pytest.approx(real.peak, rel=0.01), rank
@@ -226,14 +224,12 @@ SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000
 SIZE_MOE = SIZE + "--experts 8 --expert-ffn 512 "
 LATENT_SIZE = "--kv-heads 8 --head-dim 96 --kv-lora-rank 128 --q-lora-rank 192 --rope-head-dim 32 --v-head-dim 64 "
 PLANNED = [  # (flags, pipeline rank, of 8 ranks)
-    (SIZE + "--dp 8 --zero 3 --fp8 blockwise", 0),
-    (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
+    (SIZE + "--dp 8 --zero 3 --fp8 blockwise", 0), (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
     (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1", 0),
     (SIZE + "--dp 8 --zero 0 --reduce-dtype bf16 --seq 64", 0),
     (SIZE + "--pp 4 --dp 2 --schedule zb-h1 --zero 1 --recompute full", 3),
     (SIZE + "--mtp --pp 2 --dp 4 --zero 1 --schedule afab", 1),
-    (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0),
-    (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --optimizer muon", 0),
+    (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0), (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --optimizer muon", 0),
     (SIZE + "--tp 8 --sp off --recompute full --micro-batch 8", 0),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)

@@ -62,37 +62,25 @@ def test_first_weights_are_those_of_gpt_2():
 
 
 # Exact totals, each found in the model's repository or index file (and equal to a formula over its configuration).
-TOTALS = {
-    "--preset llama-2-7b": 6738415616,
-    "--preset llama-2-13b": 13015864320,
-    "--preset llama-2-70b": 68976648192,
-    "--preset llama-3.1-8b": 8030261248,
-    "--preset llama-3.1-70b": 70553706496,
-    "--preset llama-3.1-405b": 405853388800,
-    "--preset llama-3.1-405b --kv-heads 16": 410081247232,  # as first uploaded
-    "--preset llama-3.2-1b": 1235814400,
-    "--preset llama-3.2-3b": 3212749824,
-    "--preset smollm-135m": 134515008,
-    "--preset smollm-360m": 361821120,
-    "--preset smollm-1.7b": 1711376384,
-    "--preset smollm-1.7b --layers 36 --heads 16 --kv-heads 4 --ffn 11008 --vocab 128256": 3075098624,  # SmolLM3-3B
-    "--preset qwen2.5-0.5b": 494032768,
-    "--preset qwen3-0.6b": 596049920,
-    "--preset qwen3-8b": 8190735360,
-    "--preset qwen3-32b": 32762123264,
-    "--preset mixtral-8x7b": 46702792704,
-    "--preset qwen3-30b-a3b": 30532122624,
-    "--preset deepseek-v3": 671026419200 - 58 * 256,  # of which routers' biases are no parameters
-    "--preset kimi-k2": 1026408232448 - 60 * 384,
+TOTALS = {  # preset, and other flags
+    "llama-2-7b": 6738415616, "llama-2-13b": 13015864320, "llama-2-70b": 68976648192,
+    "llama-3.1-8b": 8030261248, "llama-3.1-70b": 70553706496, "llama-3.1-405b": 405853388800,
+    "llama-3.1-405b --kv-heads 16": 410081247232,  # as first uploaded
+    "llama-3.2-1b": 1235814400, "llama-3.2-3b": 3212749824,
+    "smollm-135m": 134515008, "smollm-360m": 361821120, "smollm-1.7b": 1711376384,
+    "smollm-1.7b --layers 36 --heads 16 --kv-heads 4 --ffn 11008 --vocab 128256": 3075098624,  # SmolLM3-3B
+    "qwen2.5-0.5b": 494032768, "qwen3-0.6b": 596049920, "qwen3-8b": 8190735360, "qwen3-32b": 32762123264,
+    "mixtral-8x7b": 46702792704, "qwen3-30b-a3b": 30532122624,
+    "deepseek-v3": 671026419200 - 58 * 256, "kimi-k2": 1026408232448 - 60 * 384,  # less routers' biases
 }
-ACTIVE = {"--preset mixtral-8x7b": 12879925248, "--preset qwen3-30b-a3b": 3353032704,  # "13B", "A3B"
-          "--preset deepseek-v3": 37552282624, "--preset kimi-k2": 32861477888}  # "37B", "32B"
+ACTIVE = {"mixtral-8x7b": 12879925248, "qwen3-30b-a3b": 3353032704,  # "13B", "A3B"
+          "deepseek-v3": 37552282624, "kimi-k2": 32861477888}  # "37B", "32B"
 
 
 @pytest.mark.parametrize("flags", TOTALS)
 def test_parameter_totals_are_the_published_ones(flags):
     """Active ones are those of the chosen experts."""
-    found = parameters(architecture(flags))
+    found = parameters(architecture(f"--preset {flags}"))
     assert (found.total, found.active) == (TOTALS[flags], ACTIVE.get(flags, TOTALS[flags]))
 
 

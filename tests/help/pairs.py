@@ -25,10 +25,8 @@ FEATURES = {
     "documents": {"mix": "", "masked": "--doc-mask"},
     "seq": {"24": "", "22": "--seq 22"},  # padded with cp
     "kv": {"heads": "", "copies": "--kv-heads 1", "latents": LATENT},  # copies: on each of tp ranks
-    "tables": {"two": "", "tied": "--tied"},
-    "mtp": {"none": "", "one": "--mtp"},
-    "qk": {"plain": "", "norm": "--qk-norm"},
-    "biases": {"none": "", "qkv": "--qkv-bias"},
+    "tables": {"two": "", "tied": "--tied"}, "mtp": {"none": "", "one": "--mtp"},
+    "qk": {"plain": "", "norm": "--qk-norm"}, "biases": {"none": "", "qkv": "--qkv-bias"},
     "optimizer": {"adamw": "", "sgd": "--optimizer sgd", "muon": "--optimizer muon"},
     "batch": {"constant": "", "ramp": "--batch-ramp"},
     "dtype": {"fp64": "--dtype fp64", "bf16": "--dtype bf16", "fp16": "--dtype fp16"},
