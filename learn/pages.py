@@ -271,7 +271,7 @@ def run_demos() -> Iterator[tuple[str, str]]:
     for file in files():
         if "\n# ---- demo" in (ROOT / file).read_text():
             command = ["-m", file.removesuffix(".py").replace("/", ".")] if "/" in file else [file]
-            yield file, subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True).stdout
+            yield file, subprocess.check_output([sys.executable, *command], cwd=ROOT, text=True)
 
 
 def main(arguments: list[str]) -> None:
