@@ -20,23 +20,20 @@ def rotary(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tens
 
 def find_documents(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(the document of each token, its position in it), [B, S]. begins: [B, S], whether a token begins a document."""
-    documents, positions = torch.zeros(begins.shape, dtype=torch.int), torch.zeros(begins.shape, dtype=torch.int)
-    for b, row in enumerate(begins.tolist()):
-        for s in range(1, len(row)):
-            documents[b, s] = documents[b, s - 1] + row[s]
-            positions[b, s] = 0 if row[s] else positions[b, s - 1] + 1
-    return documents, positions
+    first = begins.index_fill(1, torch.tensor([0]), True)
+    place = torch.arange(begins.shape[1]).expand(begins.shape)
+    return first.cumsum(1) - 1, place - place.where(first, 0).cummax(1).values
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def open_experts(scores: torch.Tensor, model) -> list[int]:
-    """The experts from which a token with these scores [E] may choose: those of the best groups."""
+def open_experts(scores: list[float], model) -> list[int]:
+    """The experts from which a token with these scores may choose: those of the best groups."""
     n = model.experts // model.expert_groups
     groups = [range(first, first + n) for first in range(0, model.experts, n)]
-    merit = [sum(sorted((scores[e].item() for e in group), reverse=True)[:2]) for group in groups]
+    merit = [sum(sorted((scores[e] for e in group), reverse=True)[:2]) for group in groups]
     ranked = sorted(range(len(groups)), key=lambda g: -merit[g])[:model.top_groups]
     return [e for g in ranked for e in groups[g]]
 
@@ -48,12 +45,9 @@ def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch
     [B, S, E], and the router's logits [B, S, E]."""
     router = h @ w[layer + "router"].T
     scores = router.softmax(-1) if model.router == "softmax" else torch.sigmoid(router)
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
-    for b in range(h.shape[0]):
-        for s in range(h.shape[1]):
-            biased = scores[b, s].detach() + bias
-            ranked = sorted(open_experts(biased, model), key=lambda e: -biased[e].item())
-            chosen[b, s, ranked[:model.top_k]] = True
+    best = [[sorted(open_experts(biased, model), key=lambda e: -biased[e])[:model.top_k] for biased in tokens]
+            for tokens in (scores.detach() + bias).tolist()]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, torch.tensor(best), True)
     weights = scores * chosen
     if model.router_norm:
         weights = weights / weights.sum(-1, keepdim=True)
