@@ -125,5 +125,8 @@ class Pool:
         process.join()
 
     def close(self) -> None:
-        for worker in range(len(self.workers)):
+        for _, connection in self.workers:
+            connection.send(None)  # or tqdm's lock of each would outlive it
+        for worker, (process, _) in enumerate(self.workers):
+            process.join(5)
             self.stop(worker)
