@@ -7,16 +7,16 @@ tensor they hold.
 import copy
 import hashlib
 import importlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pairs
 import torch
 import torch.distributed as dist
+import watch
 
 import collectives
 import config
@@ -98,30 +98,22 @@ class Call(NamedTuple):
     dtype: torch.dtype
 
 
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """All collectives of the body but the transfers of a pipeline, whose order tests/test_pp.py checks. A Meter would
-    see them, too, but with every other operation, which takes a grid twice the time."""
-    calls = []
+def recorded() -> AbstractContextManager[list[Call]]:
+    """All collectives of the body, and the transfers around a ring, but not those of a pipeline, whose order
+    tests/test_pp.py checks. A Meter would see them, too, but with every other operation, which takes a grid twice the
+    time."""
+    def call(name: str, group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> Call:
+        return Call(group.group_name, name, [x.shape for x in tensors], tensors[0].dtype)
 
-    def recording(function):
-        def call(*args, group, **kwargs):
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            calls.append(Call(group.group_name, function.__name__, [x.shape for x in tensors], tensors[0].dtype))
-            return function(*args, group=group, **kwargs)
-        return call
+    def collective(name: str) -> Callable[..., Call]:
+        return lambda *args, group, **how: call(name, group, [x for x in args if isinstance(x, torch.Tensor)])
 
-    def shift(transfers):
-        calls.extend(Call(t.group.group_name, t.op.__name__, [t.tensor.shape], t.tensor.dtype) for t in transfers)
-        return together(transfers)
+    def transfers(given: list[dist.P2POp]) -> Call:
+        return call(" ".join(t.op.__name__ for t in given), given[0].group, [t.tensor for t in given])
 
-    together = dist.batch_isend_irecv
-    with ExitStack() as patches:
-        for module, name in ((dist, "all_reduce"), (dist, "all_to_all_single"), (collectives, "_all_gather"),
-                             (collectives, "_reduce_scatter")):
-            patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
-        patches.enter_context(mock.patch.object(dist, "batch_isend_irecv", shift))
-        yield calls
+    owners = dict(all_reduce=dist, all_to_all_single=dist, _all_gather=collectives, _reduce_scatter=collectives)
+    return watch.in_order(*((owner, name, collective(name)) for name, owner in owners.items()),
+                          (dist, "batch_isend_irecv", transfers))
 
 
 def for_each(pool, ranks: int, function: str, cases: list[dict]) -> list[tuple]:
