@@ -1,8 +1,10 @@
 import datetime
 import gc
+import inspect
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it: what is tested is then what runs
@@ -19,6 +21,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from pool import Pool  # noqa: E402
+from triton.language.core import is_builtin  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+# Triton's interpreter looks through its whole language for what it must patch, for each call of each function of a
+# kernel: a quarter of its time. It looks once here, and patches what is not patched.
+builtins_of = cache(lambda part: [name for name, member in inspect.getmembers(part) if is_builtin(member)])
+interpreter._patch_builtin = lambda part, builder, scope: [
+    interpreter._patch_attr(part, name, member, builder, scope) for name in builtins_of(part)
+    if is_builtin(member := getattr(part, name))]
 
 
 @pytest.fixture(autouse=True)
