@@ -60,10 +60,11 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Three processes share the tests of a whole tier, then what the others have left: on two cores one may wait for a
-    time to pass. Tests that are chosen by name, and those that measure time, run in this process."""
+    """Three processes share the tests of a whole tier, then what the others have left; on two cores two do, unless
+    tests wait for times to pass. Those chosen by name, and those that measure time, run in this process."""
     chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
-    return 0 if chosen or config.option.markexpr == "timing" else 3
+    most = os.cpu_count() if "not slow" in config.option.markexpr else 3  # the default tier hardly waits
+    return 0 if chosen or config.option.markexpr == "timing" else min(3, most)
 
 
 def pytest_collection_modifyitems(items):

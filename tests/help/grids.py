@@ -99,9 +99,8 @@ class Call(NamedTuple):
 
 
 def recorded() -> AbstractContextManager[list[Call]]:
-    """All collectives of the body, and the transfers around a ring, but not those of a pipeline, whose order
-    tests/test_pp.py checks. A Meter would see them, too, but with every other operation, which takes a grid twice the
-    time."""
+    """Collectives of the body, and transfers around a ring: tests/test_pp.py checks those of a pipeline. A Meter would
+    see all operations, which takes a grid twice the time."""
     def call(name: str, group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> Call:
         return Call(group.group_name, name, [x.shape for x in tensors], tensors[0].dtype)
 
