@@ -1,6 +1,5 @@
 import datetime
 import gc
-import inspect
 import os
 import re
 import sys
@@ -26,7 +25,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 # Triton's interpreter looks through its whole language for what it must patch, for each call of each function of a
 # kernel: a quarter of its time. It looks once here, and patches what is not patched.
-builtins_of = cache(lambda part: [name for name, member in inspect.getmembers(part) if is_builtin(member)])
+builtins_of = cache(lambda part: [name for name in dir(part) if is_builtin(getattr(part, name))])
 interpreter._patch_builtin = lambda part, builder, scope: [
     interpreter._patch_attr(part, name, member, builder, scope) for name in builtins_of(part)
     if is_builtin(member := getattr(part, name))]

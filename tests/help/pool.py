@@ -126,7 +126,8 @@ class Pool:
 
     def close(self) -> None:
         for _, connection in self.workers:
-            connection.send(None)  # or tqdm's lock of each would outlive it
+            with contextlib.suppress(OSError):  # of a worker that has ended
+                connection.send(None)  # or tqdm's lock of each would outlive it
         for worker, (process, _) in enumerate(self.workers):
-            process.join(5)
+            process.join(1)
             self.stop(worker)
