@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it: what is tested is then what runs
@@ -20,15 +21,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from pool import Pool  # noqa: E402
-from triton.language.core import is_builtin  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
 
-# Triton's interpreter looks through its whole language for what it must patch, for each call of each function of a
-# kernel: a quarter of its time. It looks once here, and patches what is not patched.
-builtins_of = cache(lambda part: [name for name in dir(part) if is_builtin(getattr(part, name))])
-interpreter._patch_builtin = lambda part, builder, scope: [
-    interpreter._patch_attr(part, name, member, builder, scope) for name in builtins_of(part)
-    if is_builtin(member := getattr(part, name))]
+if find_spec("triton"):  # where it is Linux
+    from triton.runtime import interpreter
+
+    # It looks through its whole language for what to wrap, at each call of each function of a kernel, for a quarter of
+    # its time. Here it looks once at a module or class, then wraps what is not wrapped. Not in ranks of the pool.
+    is_builtin = interpreter.tl.core.is_builtin
+    builtins_of = cache(lambda part: [name for name in dir(part) if is_builtin(getattr(part, name))])
+    interpreter._patch_builtin = lambda part, *rest: [interpreter._patch_attr(part, name, getattr(part, name), *rest)
+                                                      for name in builtins_of(part) if is_builtin(getattr(part, name))]
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +61,10 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Three processes share the tests of a whole tier, then what the others have left; on two cores two do, unless
-    tests wait for times to pass. Those chosen by name, and those that measure time, run in this process."""
+    """Three processes share the tests of a whole tier, then what the others have left; in the default tier, which
+    hardly waits, not more than there are cores. Tests chosen by name, and -m timing, run in this process."""
     chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
-    most = os.cpu_count() if "not slow" in config.option.markexpr else 3  # the default tier hardly waits
+    most = os.cpu_count() if "not slow" in config.option.markexpr else 3
     return 0 if chosen or config.option.markexpr == "timing" else min(3, most)
 
 

@@ -99,8 +99,8 @@ class Call(NamedTuple):
 
 
 def recorded() -> AbstractContextManager[list[Call]]:
-    """Collectives of the body, and transfers around a ring: tests/test_pp.py checks those of a pipeline. A Meter would
-    see all operations, which takes a grid twice the time."""
+    """Calls of collectives in the body, and of transfers around a ring; tests/test_pp.py checks a pipeline's. A Meter
+    would see all operations, which takes a grid twice the time."""
     def call(name: str, group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> Call:
         return Call(group.group_name, name, [x.shape for x in tensors], tensors[0].dtype)
 

@@ -126,8 +126,8 @@ class Pool:
 
     def close(self) -> None:
         for _, connection in self.workers:
-            with contextlib.suppress(OSError):  # of a worker that has ended
-                connection.send(None)  # or tqdm's lock of each would outlive it
+            with contextlib.suppress(OSError):  # if it has ended
+                connection.send(None)  # killed, it would leave tqdm's lock behind
         for worker, (process, _) in enumerate(self.workers):
             process.join(1)
             self.stop(worker)

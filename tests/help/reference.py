@@ -20,9 +20,9 @@ def rotary(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tens
 
 def find_documents(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(the document of each token, its position in it), [B, S]. begins: [B, S], whether a token begins a document."""
-    first = begins.index_fill(1, torch.tensor([0]), True)
+    is_first = begins.index_fill(1, torch.tensor([0]), True)
     place = torch.arange(begins.shape[1]).expand(begins.shape)
-    return first.cumsum(1) - 1, place - place.where(first, 0).cummax(1).values
+    return is_first.cumsum(1) - 1, place - place.where(is_first, 0).cummax(1).values
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
