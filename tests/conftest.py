@@ -22,11 +22,11 @@ if not torch.cuda.is_available():
 
 from pool import Pool  # noqa: E402
 
-if find_spec("triton"):  # where it is Linux
+if find_spec("triton"):  # which is for Linux alone
     from triton.runtime import interpreter
 
-    # It looks through its whole language for what to wrap, at each call of each function of a kernel, for a quarter of
-    # its time. Here it looks once at a module or class, then wraps what is not wrapped. Not in ranks of the pool.
+    # The interpreter searches Triton's whole language for what it must wrap at each call of each function of a kernel,
+    # in a quarter of its time. This searches a module or class once. Ranks of the pool have the interpreter as it is.
     is_builtin = interpreter.tl.core.is_builtin
     builtins_of = cache(lambda part: [name for name in dir(part) if is_builtin(getattr(part, name))])
     interpreter._patch_builtin = lambda part, *rest: [interpreter._patch_attr(part, name, getattr(part, name), *rest)
