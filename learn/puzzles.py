@@ -11,6 +11,7 @@ Your files are not touched: all is in puzzles/, or --in FOLDER. Bugs are those o
 """
 import argparse
 import ast
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -130,13 +131,21 @@ def blanked(source: str, name: str) -> str:
     return "".join([*lines[:start - 1], f"{indent}{BLANK}\n", *lines[node.end_lineno:]])
 
 
+def load_passages():
+    """tests/help/passages.py, which finds a planted bug's code. The tests are no package, so it is loaded by its path."""
+    spec = importlib.util.spec_from_file_location("passages", ROOT / "tests" / "help" / "passages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def copy(puzzle: Puzzle | dict, folder: Path) -> None:
     """The project in the folder, with the puzzle in it."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "puzzles"))
     file = folder / (puzzle.file if isinstance(puzzle, Puzzle) else puzzle["file"])
     source = file.read_text()
     file.write_text(blanked(source, puzzle.function) if isinstance(puzzle, Puzzle)
-                    else source.replace(puzzle["old"], puzzle["new"]))
+                    else load_passages().replace(source, puzzle["symbol"], puzzle["old"], puzzle["new"]))
 
 
 def judge(puzzle: Puzzle | dict, folder: Path) -> subprocess.CompletedProcess:

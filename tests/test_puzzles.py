@@ -1,5 +1,6 @@
 """learn/puzzles.py: the repository's own solution is right, an empty body is not, and the checkout is not touched."""
 import ast
+import tomllib
 
 import planted
 import pytest
@@ -28,7 +29,7 @@ def test_an_empty_body_fails(name, tmp_path):
     puzzle = PUZZLES[name]
     source = (ROOT / puzzle.file).read_text()
     empty = puzzles.blanked(source, puzzle.function)
-    outcome, printed = planted.find(tmp_path, planted.Bug(name, puzzle.file, source, empty, puzzle.test))
+    outcome, printed = planted.run_with(tmp_path, puzzle.file, empty, puzzle.test)
     assert outcome == "failed" and "this is the puzzle" in printed, f"{outcome}\n{printed[-2000:]}"
 
 
@@ -48,3 +49,15 @@ def test_what_is_written_is_judged_and_hints_come_one_at_a_time(tmp_path, capsys
     assert said("bug-1", "--reveal").startswith("param.py: ")
     with pytest.raises(ValueError, match="boxs: unknown, use one of boxes, "):
         puzzles.main(["boxs"])
+
+
+def test_every_bug_can_be_planted_as_a_puzzle(tmp_path, monkeypatch):
+    """In a project of that one file."""
+    monkeypatch.setattr(puzzles.shutil, "copytree", lambda *_, **__: None)
+    for bug in tomllib.loads((ROOT / "tests" / "data" / "planted.toml").read_text())["bug"]:
+        file = tmp_path / bug["file"]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text((ROOT / bug["file"]).read_text())
+        puzzles.copy(bug, tmp_path)
+        compile(file.read_text(), bug["file"], "exec")
+        assert file.read_text() != (ROOT / bug["file"]).read_text()

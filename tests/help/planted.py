@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+import passages
 from program import ROOT, ends, forks
 
 LIMIT_S = 60  # a bug that makes its test hang is found, too
@@ -18,7 +19,8 @@ LIMIT_S = 60  # a bug that makes its test hang is found, too
 class Bug(NamedTuple):
     name: str
     file: str
-    old: str  # a passage that the file has once
+    symbol: str  # the function or class with the passage, "Bucket.reduce"; "" is the whole file
+    old: str  # code that stands in the symbol once; comments, docstrings and line breaks do not matter
     new: str  # what is there instead
     test: str  # the test that must fail, as pytest names it
 
@@ -27,17 +29,25 @@ BUGS = [Bug(**bug) for bug in tomllib.loads((ROOT / "tests" / "data" / "planted.
 
 
 def find(folder: Path, bug: Bug) -> tuple[str, str]:
-    """("failed", "passed", "hung", "no such test" or "no passage", what pytest printed) of the test, given the bug."""
+    """Plant the bug in a copy of the project and run its test there.
+
+    Return "failed", "passed", "hung", "no such test" or "no passage", and what pytest printed.
+    """
+    try:
+        mutated = passages.replace((ROOT / bug.file).read_text(), bug.symbol, bug.old, bug.new)
+    except ValueError:
+        return "no passage", ""
+    return run_with(folder, bug.file, mutated, bug.test)
+
+
+def run_with(folder: Path, file: str, source: str, test: str) -> tuple[str, str]:
+    """Run the test on a copy of the project in which the file has this source."""
+    compile(source, file, "exec")  # a bug, not a typing error
     copy, printed = folder / "project", folder / "printed"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-    source = (copy / bug.file).read_text()
-    if source.count(bug.old) != 1:
-        return "no passage", ""
-    mutated = source.replace(bug.old, bug.new)
-    compile(mutated, bug.file, "exec")  # a bug, not a typing error
-    (copy / bug.file).write_text(mutated)
+    (copy / file).write_text(source)
 
-    process = forks().Process(target=run, args=(str(copy), str(printed), bug.test))
+    process = forks().Process(target=run, args=(str(copy), str(printed), test))
     process.start()
     ended, text = ends(process, LIMIT_S), printed.read_text() if printed.exists() else ""
     if not ended:
@@ -54,6 +64,6 @@ def run(folder: str, printed: str, test: str) -> None:
     os.dup2(descriptor, 2)
     sys.path[:] = [path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests", ROOT / "tests" / "help")]
     os.environ.pop("PYTHONPATH", None)
-    del sys.modules["program"]
+    del sys.modules["program"], sys.modules["passages"]
     import pytest
     sys.exit(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", test])))
