@@ -132,7 +132,7 @@ def blanked(source: str, name: str) -> str:
 
 
 def load_passages():
-    """tests/help/passages.py, which finds a planted bug's code. The tests are no package, so it is loaded by its path."""
+    """Load tests/help/passages.py, which finds a planted bug's code, by its path: the tests are no package."""
     spec = importlib.util.spec_from_file_location("passages", ROOT / "tests" / "help" / "passages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

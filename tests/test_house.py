@@ -1,4 +1,7 @@
-"""The rules of the house: files that read only files below them and keep to their budgets, and names that exist."""
+"""The rules of the house: imports point down and form no circle, functions and lines are short, names exist.
+
+Nothing here counts the lines of a file: a file is as long as it needs to be to be understood at first reading.
+"""
 import ast
 import importlib
 import re
@@ -70,21 +73,12 @@ run.meter
 schedules
 bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
-# These numbers only fall. A commit that needs more raises one here, and lowers another.
-LINES = {  # of a root file: the most lines in all, of its docstring, and of its demo
-    "train": (251, 14, 0), "model": (355, 18, 20), "dp": (151, 25, 22), "zero": (444, 31, 23), "muon": (267, 33, 18),
-    "tp": (433, 33, 21), "cp": (408, 35, 13), "pp": (181, 30, 19), "ep": (454, 30, 14), "fp8": (327, 31, 23),
-    "kernels": (423, 24, 0), "update": (63, 8, 0),
-    "schedules": (299, 29, 0), "recompute": (187, 27, 20), "operations": (414, 14, 0), "flash": (384, 28, 26),
-    "latent": (101, 21, 12),
-    "param": (336, 27, 0), "collectives": (323, 21, 0), "groups": (154, 20, 0), "config": (728, 14, 0)}
-FOLDER_LINES = dict(bench=2125, learn=2885, plan=2938, run=4137)
-CHAIN = 10  # files of the longest chain of imports
-READ = 9, 3505  # the most files, and their lines, that a technique and all that it imports are
 SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
           "config", "update"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
               "ep": set(), "fp8": set()}
+# Files of the root without a demo yet. train.py is the demo of all of them.
+WITHOUT_DEMO = {"collectives", "config", "groups", "kernels", "operations", "param", "schedules", "train", "update"}
 
 
 @cache
@@ -125,15 +119,6 @@ def test_a_technique_imports_no_other(name):
     assert imports(name) - SHARED <= TECHNIQUES[name]
 
 
-@pytest.mark.parametrize("name", TECHNIQUES)
-def test_a_technique_is_read_in_few_files(name):
-    found, left = set(), {name}
-    while left:
-        found |= left
-        left = set().union(*map(imports, left)) - found
-    assert len(found) <= READ[0] and sum(map(lines_of, found)) <= READ[1]
-
-
 def test_of_the_root_only_train_imports_a_folder():
     assert [name for name in FILES if "." not in name and any("." in other for other in imports(name))] == ["train"]
 
@@ -143,44 +128,32 @@ def test_the_readme_has_every_file_of_the_root_and_every_folder():
     assert {f"{name}.py" for name in FILES if "." not in name} | {f"{folder}/" for folder in FOLDERS} <= shown
 
 
-def lines_of(name: str) -> int:
-    return len(FILES[name].read_text().splitlines())
-
-
-def sizes(name: str) -> tuple[int, int, int]:
-    lines = FILES[name].read_text().splitlines()
-    demo = next((i for i, line in enumerate(lines) if line.startswith("# ---- demo")), len(lines))
-    return len(lines), tree_of(name).body[0].end_lineno, len(lines) - demo
-
-
-def test_no_file_grows():
-    names = [name for name in FILES if "." not in name]
-    assert {name: sizes(name) for name in names if any(map(int.__gt__, sizes(name), LINES.get(name, (0, 0, 0))))} == {}
-    for folder, most in FOLDER_LINES.items():
-        assert sum(lines_of(name) for name in FILES if name.startswith(folder + ".")) <= most, folder
-
-
-def test_chains_of_imports_are_short():
-    @cache
-    def chain(name: str) -> int:
-        return 1 + max((chain(other) for other in imports(name) if not other.endswith("__init__")), default=0)
-
-    assert max(map(chain, FILES)) <= CHAIN
-
-
 def test_functions_are_short():
     long = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for name in FILES
             for node in ast.walk(tree_of(name)) if isinstance(node, ast.FunctionDef)}
     assert {function: lines for function, lines in long.items() if lines > 60} == {}
 
 
-def test_the_model_is_a_page_that_anybody_can_read():
-    """Few names from other files, and attention's forward on a third of a screen."""
-    taken = [alias.name for node in tree_of("model").body if isinstance(node, ast.ImportFrom) and node.module in FILES
-             for alias in node.names]
-    attention = next(node for node in tree_of("model").body if getattr(node, "name", "") == "Attention")
-    forward = next(node for node in attention.body if getattr(node, "name", "") == "forward")
-    assert len(taken) <= 25 and forward.end_lineno - forward.lineno < 25
+def test_lines_are_at_most_120_columns():
+    wide = {f"{path.relative_to(ROOT)}:{number}" for folder in (".", *FOLDERS, "tests", "tests/help")
+            for path in (ROOT / folder).glob("*.py")
+            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120}
+    assert wide == set()
+
+
+def test_a_file_of_the_root_has_a_docstring_and_a_demo_that_prints():
+    silent = set()
+    for name in FILES:
+        if "." in name:
+            continue
+        assert ast.get_docstring(tree_of(name)), name
+        demo = next((node for node in tree_of(name).body if getattr(node, "name", "") == "demo"), None)
+        calls = [ast.unparse(node.func) for node in ast.walk(demo) if isinstance(node, ast.Call)] if demo else []
+        is_run = any(ast.unparse(node.test) == "__name__ == '__main__'" for node in tree_of(name).body
+                     if isinstance(node, ast.If))
+        if "print" not in calls or not is_run:
+            silent.add(name)
+    assert silent == WITHOUT_DEMO
 
 
 @pytest.mark.parametrize("name", FILES)

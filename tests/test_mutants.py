@@ -1,7 +1,8 @@
 """Bugs planted on purpose: each must make the test named beside it fail. `pytest -m mutants` prints how many do.
 
-data/planted.toml has them. A mutant replaces one passage of code, found by file, function and tokens (help/passages.py);
-the test runs on a copy of the project. Each is a way in which parallel training has silently gone wrong somewhere.
+data/planted.toml has them. A mutant replaces one passage of code, found by file, function and tokens
+(help/passages.py). The test runs on a copy of the project. Each is a way in which parallel training has silently gone
+wrong somewhere.
 """
 import io
 import os
@@ -43,11 +44,30 @@ def test_rewording_loses_no_passage(file):
 
 
 def test_a_passage_is_replaced_at_its_own_indentation():
-    source = 'class A:\n    def f(self):\n        """x = 1"""\n        if self:\n            x = [1,  # one\n                 2]\n'
-    source += "            y = 3\n\n    def g(self):\n        x = [1, 2]\n"
-    assert passages.replace(source, "A.f", "x = [1, 2]\ny = 3", "x = 4\nif x:\n    y = 5") == source.replace(
-        "x = [1,  # one\n                 2]\n            y = 3",
-        "x = 4\n            if x:\n                y = 5")
+    source = """
+class A:
+    def f(self):
+        '''x = 1'''
+        if self:
+            x = [1,  # one
+                 2]
+            y = 3
+
+    def g(self):
+        x = [1, 2]
+"""
+    assert passages.replace(source, "A.f", "x = [1, 2]\ny = 3", "x = 4\nif x:\n    y = 5") == """
+class A:
+    def f(self):
+        '''x = 1'''
+        if self:
+            x = 4
+            if x:
+                y = 5
+
+    def g(self):
+        x = [1, 2]
+"""
     with pytest.raises(ValueError, match="2 places, not one, in the file"):
         passages.replace(source, "", "x = [1, 2]", "pass")
     with pytest.raises(ValueError, match="0 places, not one, in A.f: x = 1"):
