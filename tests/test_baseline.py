@@ -1,14 +1,15 @@
 """What the program did on a day that can be named, to compare with while it is rebuilt.
 
     pytest -m baseline                 names each difference from data/baseline.json
-    pytest -m baseline --record        writes that file anew; the commit says why a difference was wanted
+    pytest -m baseline --record        writes that file anew, for this CPU; the commit says why a difference was wanted
 
 Of each command line: bytes sent by axis, calls of collectives, bytes alive between two steps and at most, FLOPs and
 dispatched operations of the third step on rank 0, and losses and gradient norms of three steps, to all digits. And the
 flags with their kinds, choices and defaults, and which pairs of features are refused by a line that names which flags.
 
 The words of help texts and errors are not recorded, so that they can be reworded. A commit that renames a flag or moves
-a file maps data/baseline.json by help/renames.py and does not record it.
+a file maps data/baseline.json by help/renames.py and does not record it. Other CPUs have other last digits: each kind
+has a record of its own.
 """
 import argparse
 import gc
@@ -122,15 +123,26 @@ def described(place: tuple, old, new) -> str:
     return f"{' · '.join(place)}: {old} -> {new}{by}"
 
 
+def instructions() -> str:
+    """What of this CPU decides about the last digits: its vectors, and whether it multiplies 16-bit numbers itself."""
+    extra = [name for name, has in (("bf16", torch.cpu._is_avx512_bf16_supported()),
+                                    ("amx", torch.cpu._is_amx_tile_supported())) if has]
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *extra])
+
+
 @pytest.mark.baseline
 def test_nothing_has_changed(pool, request):
-    found = dict(lines={f"{ranks} ranks, {flags}": pool.run(ranks, "test_baseline:run", flags=flags)[0]
-                        for ranks, flags in LINES},
-                 settings=settings(), refused=refusals(),
-                 cpu=torch.backends.cpu.get_cpu_capability())  # on others last digits differ
+    cpu = instructions()
+    lines = {f"{ranks} ranks, {flags}": pool.run(ranks, "test_baseline:run", flags=flags)[0] for ranks, flags in LINES}
+    found = dict(lines={cpu: lines}, settings=settings(), refused=refusals())
+    recorded = json.loads(FILE.read_text())
     if request.config.option.record:
-        FILE.write_text(json.dumps(found, indent=1) + "\n")
-    old, new = flat(json.loads(FILE.read_text())), flat(json.loads(json.dumps(found)))
+        recorded = found | dict(lines=recorded["lines"] | {cpu: lines})
+        FILE.write_text(json.dumps(recorded, indent=1) + "\n")
+    assert cpu in recorded["lines"], f"recorded on {', '.join(recorded['lines'])}: go to the commit you started from, "\
+                                     f"record it there for {cpu} with --record, and compare with that"
+    recorded["lines"] = {cpu: recorded["lines"][cpu]}
+    old, new = flat(recorded), flat(json.loads(json.dumps(found)))
     different = [described(place, old.get(place), new.get(place)) for place in sorted(old.keys() | new.keys())
                  if differ(place, old.get(place), new.get(place))]
     assert not different, f"{len(different)} differences\n" + "\n".join(different)
