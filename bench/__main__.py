@@ -2,7 +2,6 @@
 
     python -m bench train                            a training step; rival: transformers' Llama with fused AdamW
     python -m bench ep                               a layer of experts; rivals: transformers' Mixtral blocks
-    python -m bench all                              all on this page but gpu, into docs/RESULTS.md, see bench/all.py
     python -m bench check                            do our kernels run here, and are they right? See bench/check.py
     torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs, see bench/smoke.py
     python -m bench gpu                              kernels and training on one GPU, see bench/gpu.py; --out FOLDER
@@ -55,7 +54,6 @@ import collectives
 import config
 import schedules
 import train
-from bench import all as bench_all
 from bench import smoke
 from collectives import ALONE, Group, Groups
 from config import CP_STYLES, need
@@ -511,11 +509,11 @@ def bench_check(flags: list[str]) -> None:
 
 
 PARTS = {**{part: partial(bench_training, part) for part in TRAINING}, "cp": bench_cp, "pp": bench_pp, "ep": bench_ep,
-         "checkpoint": bench_checkpoint, "all": bench_all.main, "smoke": smoke.main, "check": bench_check,
+         "checkpoint": bench_checkpoint, "smoke": smoke.main, "check": bench_check,
          "gpu": lambda flags: importlib.import_module("bench.gpu").measure(flags)}  # it needs Triton
 OWN_FLAGS = "gpu", "smoke", "check"
 WITH_FLAGS = *TRAINING, *OWN_FLAGS
-ONE_PROCESS = "train", "all", "gpu", "check"  # parts for one process
+ONE_PROCESS = "train", "gpu", "check"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
@@ -539,8 +537,6 @@ if __name__ == "__main__":
         check(known.parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
         if known.parts[0] in OWN_FLAGS:
             sys.exit(PARTS[known.parts[0]](flags))  # each of smoke's runs has a world of its own
-        if "all" in known.parts:
-            bench_all.split_at_markers(bench_all.RESULTS.read_text())
         device, _ = choose_device("auto")
     except ValueError as error:
         start.refuse(error, "bench")

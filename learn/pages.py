@@ -30,7 +30,7 @@ DEMOS = ROOT / "docs" / "demos.json"
 PICTURES = {"train.py": ["grid", "losses"], "dp.py": ["overlap"], "zero.py": ["memory"], "tp.py": ["layer"],
             "cp.py": ["zigzag"], "pp.py": ["timeline"], "schedules.py": ["schedules", "bubble", "zero-bubble"],
             "ep.py": ["experts"], "fp8.py": ["formats", "fp8"], "recompute.py": ["steps"], "flash.py": ["hierarchy"],
-            "learn/collectives.py": ["ring", "collectives"], "learn/journey.py": ["scaling", "planner"]}
+            "learn/collectives.py": ["ring", "collectives"]}
 STYLE = """
 :root { --text: #1b1f24; --page: #fff; --side: #f6f8fa; --line: #d8dee4; --link: #0b5cad; --word: #a0209c;
         --text2: #59636e; --string: #0a6b3d; --number: #9a4a00 }

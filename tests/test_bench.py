@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import re
-import subprocess
 import time
 from functools import partial
 from unittest.mock import Mock, patch
@@ -23,7 +22,6 @@ import fp8
 import kernels
 import param
 from bench import __main__ as bench
-from bench import all as bench_all
 from bench import check, smoke
 from bench import gpu as bench_gpu
 from bench import kernels as bench_kernels
@@ -273,58 +271,6 @@ def test_a_line_has_the_median_the_range_and_the_ratio_to_the_last(capsys):
     assert [re.split("  +", line) for line in capsys.readouterr().out.splitlines()] == [
         ["(ratio to the last line)", "min to max, ms", "tokens/s", "ms per step"],
         ["ours", "1.0 to 4.0", "50,000", "2 (0.50)"], ["rival", "3.0 to 5.0", "25,000", "4 (1.00)"]]
-
-
-# ---- all of it, into RESULTS.md -------------------------------------------------------------------------------------
-
-OLD = f"# Results\n\nbefore\n{bench_all.BEGIN}what was measured earlier\n{bench_all.END}after\n"
-
-
-def test_all_rewrites_one_part_of_the_results_and_names_what_failed(tmp_path, monkeypatch):
-    programs = {"good": "print('a table')",
-                "bad": "import sys; print('half of it'); sys.exit('bench: --x 3: no such thing')",
-                "raises": "[][1]", "last": "print('another')"}
-    programs["hangs"] = "import time; print('begun', flush=True); open('begun', 'w'); time.sleep(600)"
-    for name, text in programs.items():
-        (tmp_path / f"{name}.py").write_text(text)
-
-    class Patient(subprocess.Popen):
-        """Time counts for one program alone, once it has begun: others may use the machine."""
-        def communicate(self, timeout=None):
-            while timeout and "hangs.py" in self.args and not (tmp_path / "begun").exists():
-                time.sleep(0.01)
-            return super().communicate(timeout=timeout if "hangs.py" in self.args else None)
-
-    monkeypatch.setattr(subprocess, "Popen", Patient)
-    results = tmp_path / "RESULTS.md"
-    results.write_text(OLD)
-    there = dict(ROOT=tmp_path, RESULTS=results, LIMIT_S=0.1, COMMANDS=[f"python {name}.py" for name in programs])
-    with patch.multiple(bench_all, **there), contextlib.redirect_stdout(io.StringIO()), pytest.raises(
-            SystemExit, match="^bench: 3 of 5"):
-        bench_all.main()
-    before, after = bench_all.split_at_markers(results.read_text())
-    assert OLD.startswith(before) and OLD.endswith(after)
-    made = results.read_text()[len(before):-len(after)]
-    assert f"torch {torch.__version__}" in made and "earlier" not in made
-    assert re.findall(r"^`python (\w+)\.py`, (failed: .*|)(?:\d+ s|)$", made, re.MULTILINE) == [
-        ("good", ""), ("bad", "failed: bench: --x 3: no such thing"),
-        ("raises", "failed: IndexError: list index out of range"), ("last", ""),
-        ("hangs", "failed: took more than 0.1 s")]
-    assert re.findall("```\n(.*?)\n```", made) == ["a table", "half of it", "another", "begun"]
-
-
-def test_results_without_the_two_comments_are_left_alone():
-    bench_all.split_at_markers(bench_all.RESULTS.read_text())
-    for text in "", OLD.replace(bench_all.END, ""), OLD + bench_all.BEGIN, bench_all.END + bench_all.BEGIN:
-        with pytest.raises(ValueError, match="^RESULTS.md: needs one line <!-- bench all: begin --> and after it"):
-            bench_all.split_at_markers(text)
-
-
-def test_all_runs_every_comparison_that_needs_no_gpu():
-    parts = [command.split("bench ")[1] for command in bench_all.COMMANDS]
-    assert {*parts, *bench.OWN_FLAGS, "all"} == set(bench.PARTS)
-    for command, part in zip(bench_all.COMMANDS, parts):
-        bench.check([part], [], 4 if command.startswith("torchrun") else 1)
 
 
 # ---- bench smoke ----------------------------------------------------------------------------------------------------

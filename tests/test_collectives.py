@@ -249,7 +249,8 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
     assert seen[3:] == [calls[0]]  # as a watchdog sees it: what was called before the copy
 
 
-@pytest.mark.parametrize("words, path", [(["zero.py"], "zero.py"), (["-m", "learn.journey"], "learn/journey.py")])
+@pytest.mark.parametrize("words, path", [
+    (["zero.py"], "zero.py"), (["-m", "learn.collectives"], "learn/collectives.py")])
 def test_a_file_without_flags_refuses_them_and_explains_itself(words, path):
     wrong = python(*words, "--pp", "2")
     assert (wrong.returncode, wrong.stdout) == (2, "") and "error: unrecognized arguments: --pp 2\n" in wrong.stderr

@@ -17,9 +17,8 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
 FOLDERS = {"plan", "run", "bench", "learn"}
 # From the top to the bottom: a file imports files of lower lines alone.
 FLOORS = """
-bench.__main__ bench.all bench.check bench.gpu bench.kernels bench.rows bench.smoke
+bench.__main__ bench.check bench.gpu bench.kernels bench.rows bench.smoke
 learn.pictures
-learn.journey
 plan.fit
 plan.__main__
 plan.published

@@ -11,7 +11,7 @@ import torch
 
 import config
 import update
-from learn import journey, pages
+from learn import pages
 from plan import predict, time
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ def test_commands_of_the_map_show_something(command, tmp_path):
 
 
 def test_commands_and_links_of_the_pages_exist():
-    for page in "README.md", "CONTRIBUTING.md", "docs/JOURNEY.md", "docs/PLAYBOOK.md", "docs/RUNNING.md":
+    for page in "README.md", "CONTRIBUTING.md", "docs/PLAYBOOK.md", "docs/RUNNING.md":
         text = (ROOT / page).read_text()
         for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
             for line in block.splitlines():
@@ -101,15 +101,3 @@ def test_the_optimizer_that_the_readme_adds_is_lion():
     assert weight.tolist() == [1, 1] and mean.tolist() == [0, 4]
     rules["lion"].apply([weight], [grad], [mean], found_inf=torch.tensor(0.0), **settings)
     assert weight.tolist() == pytest.approx([0.85, 0.85]) and mean.tolist() == [1, 1]  # signs of 0.2 and of 3.4
-
-
-def test_the_journey_is_what_the_planner_says():
-    assert journey.FILE.read_text() == journey.text()
-
-
-def test_what_the_journey_says_fits_does():
-    """Its sentences rest on these."""
-    fits = [[numbers["fits"] for numbers in (journey.numbers_of(dict(preset=preset) | common | grid)
-                                             for grid, _ in steps)] for _, preset, common, steps in journey.LEGS]
-    assert fits == [[True] * 6, [False, False] + [True] * 7, [False, True, True, True],
-                    [False, True, False, True, True, True], [True] * 5]
