@@ -304,7 +304,7 @@ class MixtureOfExperts(nn.Module):
         dispatched = route.dispatch(tokens, gates)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
         y = route.combine(self.experts(*dispatched.wait(), route, context.recompute))
-        y = context.tp.merge(y, len(x))
+        y = context.tp.merge(y, len(x), skip=is_recomputing())  # as in FeedForward
         return y if shared is None else y + shared
 
 

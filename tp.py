@@ -117,12 +117,14 @@ class TensorParallel(NamedTuple):
             return x
         return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, self.group.rank)]
 
-    def merge(self, y: Tensor, count: int) -> Tensor:
-        """The inverse of split. count: tokens of the x that was split."""
+    def merge(self, y: Tensor, count: int, skip: bool = False) -> Tensor:
+        """The inverse of split. count: tokens of the x that was split. skip: do not sum over ranks, in a recomputed
+        block whose backward does not read the result."""
         if self.sequence or self.size == 1:
             return y
         shard = shard_slice(count, self.size, self.group.rank)
-        return AllReduce__Identity.apply(pad(y, (0, 0, shard.start, count - shard.stop)), self.group)
+        padded = pad(y, (0, 0, shard.start, count - shard.stop))
+        return padded if skip else AllReduce__Identity.apply(padded, self.group)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
