@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from grids import everyone
+from grids import DEEPSEEK, LATENT, MIXTRAL, everyone, for_each
 from program import ROOT, python
 
 import collectives
@@ -257,3 +257,16 @@ def test_a_file_without_flags_refuses_them_and_explains_itself(words, path):
     helped = python(*words, "--help")
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text()), clean=False)
     assert (helped.returncode, helped.stderr) == (0, "") and docstring in helped.stdout
+
+
+def test_nothing_is_sent_that_nobody_reads(pool):
+    """Numbers, that is, in a step; pp.py's engine asserts the same of what it transfers."""
+    again = ("--tp 2", "--tp 2 --sp off --mtp", "--tp 2 --sp async --kv-heads 1", "--cp 2", "--cp 2 --cp-style ring",
+             "--cp 2 --cp-style ulysses", "--zero 3 --bucket-mb 0", f"{LATENT} --cp 2", f"{LATENT} --tp 2 --sp off",
+             f"{MIXTRAL} --tp 2 --ep 2", f"{DEEPSEEK} --tp 2 --sp off", f"{DEEPSEEK} --tp 2 --sp off --ep 2")
+    grids = "--tp 2", f"{MIXTRAL} --ep 2 --zero 2", *(f"{flags} --recompute full" for flags in again)
+    cases = [dict(flags=f"--layers 2 --global-batch 2 {flags}") for flags in grids]
+    for flags, of_ranks in zip(grids, for_each(pool, 2, "sharding:unread", cases), strict=True):
+        for found in of_ranks:
+            unread = [call for *call, is_read in found if not is_read]
+            assert found and not unread, f"{flags}: nobody reads what {unread} delivers"

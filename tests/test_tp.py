@@ -396,6 +396,7 @@ def step(flags: str) -> dict:
 
 
 GATHERS, SCATTERS, SUMS = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+EXPERTS = "--experts 4 --expert-ffn 24"
 LAYER = {  # how often a layer sends all activations
     "--sp off": {SUMS: 4},
     # Sent of an all-reduce is 2 (n-1)/n, of a gather or scatter (n-1)/n: the same but for the two that save memory.
@@ -403,7 +404,12 @@ LAYER = {  # how often a layer sends all activations
     # A layer that runs again repeats neither its last sum nor, just before it is needed, a gather.
     "--recompute full": {GATHERS: 4 + 2, SCATTERS: 4 + 1},
     # Shared inputs: the sum after attention is repeated, and the input gathered (flat, hence not counted here).
-    "--recompute full --sp off": {SUMS: 4 + 1}}
+    "--recompute full --sp off": {SUMS: 4 + 1},
+    # Experts without sequence parallelism: ranks route shards of the tokens. An all-reduce merges the results, and one
+    # in backward their gradients. With it, tokens are sharded anyway. A shared expert is a pair, as a feed-forward is.
+    **{f"{EXPERTS} --sp off{shared} --recompute {mode}": {SUMS: sums + repeated}
+       for shared, sums in (("", 4), (" --shared-experts 1", 6)) for mode, repeated in (("none", 0), ("full", 1))},
+    EXPERTS: {GATHERS: 2 + 1, SCATTERS: 2}, f"{EXPERTS} --recompute full": {GATHERS: 2 + 1, SCATTERS: 2 + 1}}
 
 
 def test_a_layer_sends_what_the_papers_say(pool):

@@ -141,6 +141,44 @@ def delayed(flags: str) -> dict:
         return grids.run(flags)
 
 
+def unread(flags: str) -> list[tuple[str, str, bool]]:
+    """Of each collective of a step that delivers numbers: its operation, its axis, and whether this rank reads what it
+    delivers. Steps are repeated, and in each one the result of another collective is NaN: if it is read, so are the
+    loss, a router's loss or a gradient."""
+    groups, model, optimizer, share = grids.ready(flags)
+    spoilt, calls = -1, []  # number of the call whose result is NaN; the calls of this step
+
+    class Spoilt(collectives.Pending):
+        def __init__(self, work, result, *inputs, call=None):
+            super().__init__(work, result, *inputs, call=call)
+            self.is_spoilt = False
+            if call and call.operation != "send" and result.is_floating_point():
+                self.is_spoilt = len(calls) == spoilt
+                calls.append(call)
+                if self.is_spoilt and not self.works:  # it is over
+                    result.fill_(torch.nan)
+
+        def wait(self):
+            result = super().wait()
+            return result.fill_(torch.nan) if self.is_spoilt else result
+
+    def is_finite() -> bool:
+        calls.clear()
+        loss = train.forward_backward(model, optimizer, share, groups)
+        seen = [loss, *(bucket.grad_shard for bucket in optimizer.buckets), *(router.loss for router in model.routers)]
+        finite = all(x.isfinite().all() for x in seen)
+        for router in model.routers:
+            router.loss.zero_()
+        return finite
+
+    with patch.object(collectives, "Pending", Spoilt):
+        assert is_finite()
+        found = [(call.operation, call.axis) for call in calls]
+        for spoilt in range(len(found)):
+            found[spoilt] += (not is_finite(),)
+    return found
+
+
 def overflow() -> list[tuple]:
     """Four fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
     step 2 one element of the shard that rank 1 has of the sum."""
