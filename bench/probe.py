@@ -256,8 +256,7 @@ def host_rates(device: torch.device) -> dict[str, float]:
 
 
 def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int) -> dict:
-    """The cluster file's content. Where a device's peak is not known, it is what a matmul reaches here, in fp32 on
-    CPUs, all ranks at once."""
+    """The cluster file's content. matmul_flops is what a matmul reaches here, in fp32 on CPUs, all ranks at once."""
     cuda = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU"
     width, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
@@ -267,7 +266,7 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
     measured = {"date": date.today().isoformat(), "backend": dist.get_backend(), "torch": torch.__version__,
                 "device": kind}
     return {"name": f"{dist.get_world_size() // local_ranks} x {local_ranks} {kind}", "gpus_per_node": local_ranks,
-            "peak_flops": {"bf16": peak or reached}, "achieved_fraction": reached / peak if peak else None,
+            **({"peak_flops": {"bf16": peak}} if peak else {}), "matmul_flops": {"bf16": reached},
             "memory_bytes": memory_of_device(device), **host_rates(device), "levels": levels,
             "measured": measured}
 

@@ -6,11 +6,14 @@ use the cards of r ranks.
 
 A machine is a built-in one, whose figures others have measured, or a file that bench/probe.py wrote:
 
-    {"name", "gpus_per_node", "peak_flops": {"bf16": FLOP/s, ...}, "memory_bytes", "memory_bytes_per_s",
-     "achieved_fraction": what the best matmul reaches of the peak,
+    {"name", "gpus_per_node", "memory_bytes", "memory_bytes_per_s",
+     "peak_flops": {"bf16": FLOP/s, ...}, of data sheets; "matmul_flops": the same of the best matmul, as measured,
      "host_link_bytes_per_s", "host_memory_bytes_per_s": see Machine; only --offload needs them,
      "levels": [{"name", "ranks", "latency_s", "bandwidth_bytes_per_s",            from the innermost outward
                  "per_collective": {"all_reduce": {"bandwidth_bytes_per_s"}, ...}}, ...]}
+
+Of the two rates one may be missing. Without matmul_flops the best matmul is assumed to reach 80% of the peak. Without
+peak_flops, of a device that is in no table, utilisations are those of the best matmul's rate.
 """
 from __future__ import annotations
 
@@ -98,6 +101,11 @@ def number(fields: Mapping, name: str, default: float | None = None) -> float:
     return value
 
 
+def rates_of(found: Mapping, name: str) -> dict[str, float]:
+    """FLOP/s by dtype, bf16 among them; {} if a cluster file has no such rates."""
+    return {dtype: number(found[name], dtype) for dtype in {"bf16": 0} | found[name]} if name in found else {}
+
+
 def read_machine(name: str) -> Machine:
     """A machine by its name, or from a file that `bench/probe.py` wrote. Raises ValueError if there is none, or if the
     file lacks a field or has no number in it."""
@@ -114,8 +122,11 @@ def read_machine(name: str) -> Machine:
                               for op, figures in (level.get("per_collective") or {}).items()})
                        for level in found["levels"])
         need(levels, "has no levels")
-        peaks = {dtype: number(found["peak_flops"], dtype) for dtype in {"bf16": 0} | found["peak_flops"]}
-        best = {dtype: peak * number(found, "achieved_fraction", 0.8) for dtype, peak in peaks.items()}
+        peaks, best = (rates_of(found, name) for name in ("peak_flops", "matmul_flops"))
+        need(peaks or best, "has neither peak_flops nor matmul_flops")
+        need("achieved_fraction" not in found, "achieved_fraction is of an older probe: write matmul_flops instead")
+        best = best or {dtype: 0.8 * peak for dtype, peak in peaks.items()}
+        peaks = peaks or best
         host = [number(found, link) if found.get(link) else 0.0
                 for link in ("host_link_bytes_per_s", "host_memory_bytes_per_s")]
         return Machine(str(found["name"]), int(number(found, "gpus_per_node")), peaks, best,
