@@ -131,7 +131,7 @@ def test_a_cluster_file_is_a_machine(tmp_path):
         per_collective={"all_reduce": dict(latency_s=1e-6, bandwidth_bytes_per_s=2e11)})
 
     def read(**more) -> Machine:
-        known = dict(name="mine", gpus_per_node=4, peak_flops={"bf16": 2e14}, achieved_fraction=None, levels=[level])
+        known = dict(name="mine", gpus_per_node=4, peak_flops={"bf16": 2e14}, levels=[level])
         file.write_text(json.dumps(known | dict(memory_bytes=2**34) | more))
         return machines.read_machine(str(file))
 
@@ -142,16 +142,21 @@ def test_a_cluster_file_is_a_machine(tmp_path):
     assert machine.memory_bandwidth == pytest.approx(2e14 * 3.35e12 / 989e12, rel=2e-3)  # an H100's per FLOP
     with pytest.raises(ValueError, match="--offload both: .*cluster.json has no host_link_bytes_per_s and host_memory"):
         plan.__main__.main(f"step --machine {file} --recompute full --offload both --gpus 1".split())
-    machine = read(achieved_fraction=0.5, memory_bytes_per_s=1e12, host_link_bytes_per_s=3e10,
+    machine = read(matmul_flops={"bf16": 1e14, "fp8": 1.5e14}, memory_bytes_per_s=1e12, host_link_bytes_per_s=3e10,
                    host_memory_bytes_per_s=5e10)
-    assert (machine.best_matmul(), machine.memory_bandwidth, *machine[-2:]) == (1e14, 1e12, 3e10, 5e10)
+    assert (machine.best_matmul(), machine.best_matmul(fp8=True)) == (1e14, 1.5e14) and machine.peak() == 2e14
+    assert (machine.memory_bandwidth, *machine[-2:]) == (1e12, 3e10, 5e10)
     with pytest.raises(ValueError, match="--machine .*cluster.json: the file has no 'ranks'"):
         read(levels=[dict(name="node")])
     for wrong in (dict(memory_bytes=math.nan), dict(gpus_per_node=math.inf), dict(peak_flops={}), dict(peak_flops=3),
-                  dict(achieved_fraction=-1), dict(levels=[]), dict(levels=[level | dict(bandwidth_bytes_per_s=0)]),
-                  dict(levels=[3]), dict(host_link_bytes_per_s=-1), dict(memory_bytes_per_s="x")):
+                  dict(matmul_flops={"bf16": -1}), dict(achieved_fraction=0.5), dict(levels=[]), dict(levels=[3]),
+                  dict(levels=[level | dict(bandwidth_bytes_per_s=0)]), dict(host_link_bytes_per_s=-1),
+                  dict(memory_bytes_per_s="x")):
         with pytest.raises(ValueError, match="^--machine .*cluster.json: "):
             read(**wrong)
+    file.write_text(json.dumps(dict(name="mine", levels=[level])))
+    with pytest.raises(ValueError, match="has neither peak_flops nor matmul_flops$"):
+        machines.read_machine(str(file))
     file.write_text("[" * 99_999)
     with pytest.raises(ValueError, match="cluster.json: cannot be read"):
         machines.read_machine(str(file))

@@ -118,7 +118,7 @@ def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path)
     assert 1e8 < machine.host_link < 1e12 and 1e8 < machine.host_memory < 1e12
     assert [(level.name, level.ranks) for level in machine.levels] == [("node", 2), ("network", 4)]
     cluster = json.loads(out.read_text())
-    assert set(cluster["measured"]) == {"date", "backend", "torch", "device"} and cluster["achieved_fraction"] is None
+    assert set(cluster["measured"]) == {"date", "backend", "torch", "device"}
     for level in cluster["levels"]:
         assert set(level["per_collective"]) == set(probe.FACTORS)
         for figures in (level, *level["per_collective"].values()):
@@ -173,8 +173,25 @@ def test_rates_of_the_host_count_what_is_read_and_written(alone, monkeypatch):
     monkeypatch.setattr(probe, "time_turns", lambda call, device: (call(), [0.25, 0.5, 4.0])[1])
     monkeypatch.setattr(probe, "HOST_BYTES", 1 << 20)
     assert probe.host_rates(alone) == dict(host_link_bytes_per_s=2.0 ** 21, host_memory_bytes_per_s=2.0 ** 22)
-    cluster = probe.describe_cluster([], alone, 4)
-    assert cluster["peak_flops"] == {"bf16": 2 * 512 ** 3 / 0.5} and cluster["name"].startswith("2 x 4 ")
+
+
+@pytest.mark.parametrize("device, peak", [("", 0), ("NVIDIA RTX PRO 6000", 0), ("NVIDIA H100 80GB HBM3", 989e12)])
+def test_a_measured_rate_is_read_back_as_it_was_measured(alone, monkeypatch, tmp_path, device, peak):
+    """With the peak of the data sheet or, of CPUs and a GPU that is in no table, with none."""
+    randn, where = torch.randn, SimpleNamespace(type="cuda") if device else alone
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: device)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: randn(8, 8))
+    monkeypatch.setattr(probe, "memory_of_device", lambda where: 2**30)
+    monkeypatch.setattr(probe, "host_rates", lambda where: {})
+    monkeypatch.setattr(probe, "time_turns", lambda call, device: [0.25, 0.5, 4.0])
+    level = dict(name="node", ranks=4, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+    cluster = probe.describe_cluster([level], where, 4)
+    assert cluster["name"].startswith("2 x 4 ") and cluster.get("peak_flops", {}).get("bf16", 0) == peak
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(cluster))
+    machine, measured = read_machine(str(file)), 2 * (8192 if device else 512) ** 3 / 0.5
+    assert (machine.best_matmul(), machine.best_matmul(fp8=True)) == (measured, 2 * measured)
+    assert machine.peak() == (peak or measured)
 
 
 def test_a_probe_prints_microseconds_and_bus_bandwidth(monkeypatch):
