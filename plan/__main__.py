@@ -129,7 +129,7 @@ def print_step(run: Run) -> None:
                 "<>><<"))
     print(f"MFU {found.mfu:.1%} (6 N + 12 L h s), {found.mfu_causal:.1%} (6 N + 6 L h s, visible scores), HFU "
           f"{found.hfu:.1%} (with what is recomputed), of {run.machine.peak() / 1e12:,.0f} TFLOP/s in bf16")
-    slowest = max(time.host_seconds(run, layer) for layer in range(run.settings.model.layers))
+    slowest = max(time.host_seconds(run, layer) for layer in range(run.settings.model.blocks))
     print(f"launches: this code's host needs up to {slowest * 1e3:.1f} ms per layer, as counted on a CPU; that of the "
           f"published runs, {run.constants.launch_s * 1e3:.1f} ms by the fit, is not planned for it")
     print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
@@ -163,7 +163,7 @@ def overlaps(run: Run) -> list[Overlap]:
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
     ring = 1 if model.kv_lora_rank else cp  # latents go round none
     r = costs.reduced_bytes(run.settings, 2)
-    layers, keys = model.layers / (grid.pp * grid.chunks), batch.seq / cp
+    layers, keys = model.blocks / (grid.pp * grid.chunks), batch.seq / cp
     copies = costs.copies_per_token(model, ep) if model.experts else 0  # of each token, for experts
 
     def tokens(ratio: float) -> str:

@@ -606,7 +606,7 @@ def flops_by_convention(settings: Config) -> dict[str, float]:
     model, precision, seq = settings.model, settings.precision, settings.batch.seq
     options = LayerOptions(attention=precision.attention)
     recomputed = sum(recomputed_flops(llama_layer(model, seq, options, layer), precision.recompute)
-                     for layer in range(model.layers))
+                     for layer in range(model.blocks))
     flops = flops_per_token(model, seq)
     return dict(mfu=flops, mfu_causal=flops_per_token(model, seq, causal=True), hfu=flops + recomputed)
 
