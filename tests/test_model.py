@@ -25,8 +25,8 @@ def architecture(flags: str) -> config.Model:
     return config.parse(f"--data {__file__} {flags}".split()).model
 
 
-def filled(model: config.Model, dtype=torch.float64, attention="auto") -> Llama:
-    llama = Llama(model, NO_GROUPS, Execution(dtype, attention=attention))
+def filled(model: config.Model, dtype=torch.float64, **execution) -> Llama:
+    llama = Llama(model, NO_GROUPS, Execution(dtype, **execution))
     optimizer = Optimizer(llama.units(), NO_GROUPS)
     optimizer.load(wide)
     optimizer.begin_step(1)
@@ -222,6 +222,24 @@ def test_matrices_of_blocks_in_fp8_are_counted():
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
     """Dense, in 16 bits; of a GPU that is not in the table none is assumed."""
     assert peak_flops(name) == (peak and peak * 1e12)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("more", ["", " --mtp", LATENT + " --mtp",
+                                  " --experts 4 --expert-ffn 72 --shared-experts 1 --dense-layers 1 --mtp"])
+def test_hfu_counts_what_a_real_step_recomputes(mode, more):
+    """Exactly, in every block, also in that of multi-token prediction."""
+    flags = "--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120 --seq 64 --attention math" + more
+    settings = config.parse(f"--data {__file__} --recompute {mode} {flags}".split())
+    tokens = torch.randint(120, (4, 64))
+    ahead, counted = tokens if settings.model.mtp else None, {}
+    for recompute in ("none", mode):
+        llama = filled(settings.model, dtype=torch.float32, attention="math", recompute=recompute)
+        with Meter(memory=False) as meter:
+            llama(tokens, labels=tokens, next_tokens=ahead, next_labels=ahead).sum().backward()
+        counted[recompute] = meter.flops
+    flops = flops_by_convention(settings)
+    assert flops["hfu"] - flops["mfu"] == (counted[mode] - counted["none"]) / tokens.numel() > 0
 
 
 @pytest.mark.parametrize("window", ["", " --window 128"])

@@ -578,14 +578,14 @@ def test_tokens_and_scores_of_a_rank_are_equal_shares():
     assert four["attention"] == pytest.approx(one["attention"] / 4) and four["cp"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp32 --mtp"])
 def test_ratios_are_those_of_their_formulas(dtype):
     """The formula that is printed, evaluated, is communication beside compute; all techniques at once."""
     run = run_for("--preset mixtral-8x7b --dp 4 --cp 2 --tp 4 --pp 2 --ep 4 --global-batch 8 --micro-batch 1 "
                   f"--seq 4096 --reduce-dtype {dtype}")
-    model = run.settings.model
+    model, blocks = run.settings.model, 33 if "mtp" in dtype else 32
     p = costs.forward_flops(costs.llama_layer(model, 4096)) / 2
-    letters = dict(F=run.machine.best_matmul(), T=2048, S=4096, H=model.hidden, p=p, P=p * model.layers / 2,
+    letters = dict(F=run.machine.best_matmul(), T=2048, S=4096, H=model.hidden, p=p, P=p * blocks / 2,
                    kv=model.kv_heads, q=model.heads, ffn=model.expert_ffn, k=2,
                    u=4 * (1 - 15 / 28))  # C(6, 2) of C(8, 2) pairs of experts are on other ranks
     limits = [("T", 1, 8), ("T", 1, 8), ("T", 1, 8), ("n", 1, 4), ("S", 1, 2), ("P", p, 2), ("ffn", 1, 4)]
