@@ -426,11 +426,9 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
-
-    from param import box_shape
     architecture, torch_dtype = exportable(model), getattr(torch, DTYPES[dtype])
     specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
-    shards = plan_shards(specs, architecture, torch_dtype.itemsize, shard_bytes)
+    shards = plan_shards(specs, architecture, torch_dtype, shard_bytes)
     os.makedirs(folder, exist_ok=True)
     for file in list(shards)[rank::world]:
         write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
@@ -450,21 +448,30 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
             os.remove(os.path.join(folder, old))
     if len(shards) > 1:
-        boxes = [box for shard in shards.values() for _, box in shard.values()]
-        size = torch_dtype.itemsize * sum(math.prod(box_shape(box)) for box in boxes)
+        size = sum(bytes_on_disk(spec, box, torch_dtype) for shard in shards.values() for spec, box in shard.values())
         files = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": size}, "weight_map": files}
         Path(folder, INDEX).write_text(json.dumps(index, indent=2))
 
 
-def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
-                shard_bytes: int) -> dict[str, dict[str, tuple[Spec, Box]]]:
-    """File -> names of its tensors -> (parameter, the box of it that the tensor is)."""
+def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter in an export with weights of this dtype: transformers keeps routers' biases in fp32."""
+    import torch
+    return torch.float32 if spec.name.endswith(".router.bias") else dtype
+
+
+def bytes_on_disk(spec: Spec, box: Box, dtype: torch.dtype) -> int:
     from param import box_shape
+    return math.prod(box_shape(box)) * dtype_on_disk(spec, dtype).itemsize
+
+
+def plan_shards(specs: list[Spec], architecture: str, dtype: torch.dtype,
+                shard_bytes: int) -> dict[str, dict[str, tuple[Spec, Box]]]:
+    """File -> names of its tensors -> (parameter, the box of it that the tensor is). dtype: of weights."""
     shards, room = [{}], shard_bytes
     for spec in specs:
         for name, box in tensors_on_disk(spec, architecture):
-            size = math.prod(box_shape(box)) * element_bytes
+            size = bytes_on_disk(spec, box, dtype)
             if size > room and shards[-1]:
                 shards.append({})
                 room = shard_bytes
@@ -476,15 +483,14 @@ def plan_shards(specs: list[Spec], architecture: str, element_bytes: int,
 
 
 def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, dtype: torch.dtype) -> None:
-    import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from param import box_shape
     tensors = {}
     for name, (spec, box) in shard.items():
-        its_dtype = torch.float32 if spec.name.endswith(".router.bias") else dtype  # transformers keeps these in fp32
-        tensors[name] = source(spec, box).to("cpu", its_dtype).reshape(box_shape(box)[-2:]).contiguous()
+        values = source(spec, box).to("cpu", dtype_on_disk(spec, dtype))
+        tensors[name] = values.reshape(box_shape(box)[-2:]).contiguous()
     try:
         save_file(tensors, path + ".tmp", metadata={"format": "pt"})
         os.umask(mask := os.umask(0))  # there is no other way to ask for it
