@@ -437,6 +437,24 @@ def test_transformers_opens_what_is_exported(case, published, tmp_path):
     assert huggingface.read_config(str(folder)) == huggingface.read_config(published(case))
 
 
+@pytest.mark.parametrize("dtype", huggingface.DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_index_says_how_many_bytes_the_files_have(case, dtype, published, tmp_path):
+    """As the headers of the files say it, in which each tensor has its dtype, its shape and its place; no file has more
+    than it may have."""
+    llama = loaded(published(case))
+    huggingface.export(str(tmp_path), llama.model, specs_of(llama), weights_of(llama), dtype, shard_bytes=24000)
+    sizes = []
+    for path in tmp_path.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header.pop("__metadata__")
+            sizes.append(sum(stop - start for start, stop in (tensor["data_offsets"] for tensor in header.values())))
+            assert sizes[-1] == path.stat().st_size - file.tell()
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"] == sum(sizes)
+    assert len(sizes) > 1 and max(sizes) <= 24000
+
+
 def test_each_rank_reads_and_writes_its_own_shards(published, tmp_path):
     llama, reads = loaded(published("mixtral")), [[], [], []]
     total = sum(param.numel() for param in llama.parameters())
@@ -462,7 +480,7 @@ def test_an_export_replaces_an_earlier_one_with_other_shards(published, tmp_path
 
 def test_a_file_is_as_full_as_it_may_be(published):
     """The first tensor of the next file would be too much for it."""
-    shards = huggingface.plan_shards(specs_of(loaded(published("llama"))), "LlamaForCausalLM", 4, 30000)
+    shards = huggingface.plan_shards(specs_of(loaded(published("llama"))), "LlamaForCausalLM", torch.float32, 30000)
     sizes = [[4 * math.prod(box_shape(box)) for _, box in shard.values()] for shard in shards.values()]
     assert len(sizes) > 3 and all(sum(size) <= 30000 for size in sizes)
     assert all(sum(size) + first > 30000 for size, (first, *_) in pairwise(sizes))
