@@ -52,7 +52,7 @@ class RMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):
-        ctx.set_materialize_grads(False)  # None for the first result, if only the second is used
+        ctx.set_materialize_grads(False)  # a result that is not used has the gradient None
         ctx.weight, ctx.eps, ctx.adds = weight, eps, y is not None
         if found := try_kernel(x, lambda kernels: kernels.rms_norm(x, y, weight, eps)):
             (total, out), rstd = found, None
@@ -68,6 +68,8 @@ class RMSNormFunction(Function):
     def backward(ctx, dtotal, dout):
         total, rstd = ctx.saved_tensors
         weight, eps = ctx.weight, ctx.eps
+        if dout is None:  # rare; a missing dtotal is not, and saves reading one
+            dout = torch.zeros_like(total)
         if found := try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps)):
             dx, dweight = found
             accumulate_grad(weight, lambda out: out.add_(dweight), defer=False)
