@@ -1,20 +1,27 @@
 """A model that computes with kernels, as on GPUs but interpreted, has the loss and gradients of one without."""
 import gc
+import importlib
+import inspect
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import grids
 import pytest
 import torch
+from program import ROOT
 from torch._subclasses import FakeTensorMode
 
 import config
 import cp
+import ep
 import flash
 import operations
 import tp
 import train
 from cp import choose_attention
 from operations import Mask
+from param import parameter
 from run.device import check_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
@@ -163,3 +170,73 @@ def test_torchs_order_of_attention_kernels_is_set_once_and_stays():
         context.__exit__(None, None, None)
         operations.set_sdpa_order.cache_clear()
     assert torch._C._get_sdp_priority_order() == before
+
+
+# ---- functions with several results ---------------------------------------------------------------------------------
+
+def norm_of_a_sum() -> tuple:
+    norm = operations.RMSNorm(partial(parameter, groups={}, dtype=torch.float64), "norm", 6, 1e-5, {})
+    norm.weight.data = torch.rand(6).double()
+    return norm.branch, torch.randn(2, 4, 6).double().unbind(), [norm.weight]
+
+
+def rotated_heads() -> tuple:
+    angles = operations.rotary_angles(torch.arange(5), config.Model(head_dim=6), torch.float64)
+    return lambda x: operations.rotate_and_split(x * 1, angles, [2, 1, 1]), [torch.randn(2, 5, 4, 6).double()], []
+
+
+def dispatched_tokens() -> tuple:
+    """If there are several ranks, FinishDispatch alone uses the results of StartDispatch."""
+    chosen = torch.rand(6, 4).topk(2).indices
+    route = ep.make_route(chosen, torch.bincount(chosen.flatten(), minlength=4), grids.everyone())
+    return lambda x, gates: route.dispatch(x, gates).wait(), [torch.randn(6, width).double() for width in (3, 2)], []
+
+
+SEVERAL_RESULTS = {  # function -> what makes (what calls it, its inputs, weights with gradients that bypass autograd)
+    operations.RMSNormFunction: norm_of_a_sum, operations.RotateFunction: rotated_heads,
+    ep.StartDispatch: dispatched_tokens, ep.FinishDispatch: dispatched_tokens}
+
+
+def test_functions_with_several_results_are_known():
+    """Those of the files of the root, also a new one, whose backward takes several gradients."""
+    for path in ROOT.glob("*.py"):
+        if path.stem not in ("kernels", "flash") or find_spec("triton"):
+            importlib.import_module(path.stem)
+    found, several = [torch.autograd.Function], set()
+    for function in found:  # which grows
+        found += function.__subclasses__()
+        first, *others = [*inspect.signature(function.backward).parameters.values()][1:]
+        is_of_root = (ROOT / f"{function.__module__}.py").exists()
+        if is_of_root and (others or first.kind == first.VAR_POSITIONAL):
+            several.add(function)
+    assert len(found) > 20 and several == SEVERAL_RESULTS.keys()
+
+
+def gradients_by(function: type, used: int, alone: bool) -> list[torch.Tensor]:
+    """All gradients if that of a result is 1, and those of the others are 0 or, if alone, missing."""
+    torch.manual_seed(0)
+    run, inputs, weights = SEVERAL_RESULTS[function]()
+    results = run(*(x.requires_grad_() for x in inputs))
+    ups = [torch.full_like(y, float(i == used)) for i, y in enumerate(results)]
+    torch.autograd.backward(*([results[used]], [ups[used]]) if alone else (results, ups))
+    return [x.grad for x in (*inputs, *weights)]
+
+
+def results_used_alone() -> list[tuple]:
+    """(function, result, whether its gradients are the same without those of other results, their sum)"""
+    found = []
+    for function, make in SEVERAL_RESULTS.items():
+        run, inputs, _ = make()
+        for used in range(len(run(*inputs))):
+            alone, want = (gradients_by(function, used, alone) for alone in (True, False))
+            same = all(map(torch.equal, alone, want))
+            found.append((function.__name__, used, same, sum(grad.abs().sum().item() for grad in want)))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_each_of_several_results_may_be_the_only_one_that_is_used(pool, n):
+    for found in pool.run(n, "test_operations:results_used_alone"):
+        assert len(found) == 2 + 3 + 2 + 2
+        for name, used, same, size in found:
+            assert same and size > 0, f"{name}, result {used}"
