@@ -45,6 +45,7 @@ from param import Params, acc_dtype, stacked_weight
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}  # as config.Fp8Recipe names them
 BLOCK = 128
+ROWS = 4  # cuBLAS reads the scales of 1 x 128 blocks by rows of 16 bytes: so many rows of a matrix, or a multiple
 SMALLEST = 2.0 ** -100  # an amax is taken to be at least this, so that scales and their reciprocals are normal numbers
 
 
@@ -151,10 +152,21 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) 
     A GPU needs N and C to be multiples of 16, or of 128 with blocks; FP8 needs compute capability 8.9, blocks exactly
     9.0 (Hopper). A CPU multiplies what a and b stand for in fp32, or in fp64 for a result in fp64.
     """
-    if a.data.is_cuda:
-        return F.scaled_mm(a.data, b.data.t(), *for_scaled_mm(a), *for_scaled_mm(b), output_dtype=dtype,
-                           use_fast_accum=fast)
-    return (dequantise(a, acc_dtype(dtype)) @ dequantise(b, acc_dtype(dtype)).t()).to(dtype)
+    if not a.data.is_cuda:
+        return (dequantise(a, acc_dtype(dtype)) @ dequantise(b, acc_dtype(dtype)).t()).to(dtype)
+    rows, a = len(a.data), pad_rows(a)
+    return F.scaled_mm(a.data, b.data.t(), *for_scaled_mm(a), *for_scaled_mm(b), output_dtype=dtype,
+                       use_fast_accum=fast)[:rows]
+
+
+def pad_rows(q: Quantised) -> Quantised:
+    """q with its rows padded with zeros to a multiple of ROWS, if it has 1 x 128 blocks. This copies q, so experts' rows
+    are padded before they are quantised; other batches rarely have such a number of tokens."""
+    missing = -len(q.data) % ROWS
+    if not missing or q.scales.ndim == 0 or len(q.scales) != len(q.data):
+        return q
+    data = F.pad(q.data.view(torch.uint8), (0, 0, 0, missing)).view(q.data.dtype)  # as bytes: F.pad has no FP8
+    return Quantised(data, F.pad(q.scales, (0, 0, 0, missing), value=1.0))
 
 
 def pad_tile_scales(q: Quantised) -> Quantised:
@@ -269,17 +281,18 @@ class Fp8(Quantiser):
 
 class Fp8Experts(Quantiser):
     """The three products of ep.GroupedLinear, as ep.GroupedMatmul has them: a matrix per expert, rows sorted by expert.
-    The columnwise copy is made apart, of each expert padded: no block has two experts' tokens. route: ep.Route."""
+    The two copies are made apart, of rows that are padded for each expert: for the rowwise one to a multiple of ROWS if
+    there are blocks, for the columnwise one to whole blocks, so that none has two experts' tokens. route: ep.Route."""
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
-        (rowwise, _), self.x_scale = self.quantise_tokens(x, columnwise=False)
+        rowwise, self.x_scale = self.rowwise_by_expert(x, E4M3, route)
         return self.multiply(rowwise, self.quantise_weight((weight,)).rowwise, route)
 
-    def prepare_grad(self, dy: Tensor, route) -> tuple[Quantised, list[Quantised]]:
-        (rowwise, _), scale = self.quantise_tokens(dy, self.grad_format, columnwise=False)
+    def prepare_grad(self, dy: Tensor, route) -> tuple[list[Quantised], list[Quantised]]:
+        rowwise, scale = self.rowwise_by_expert(dy, self.grad_format, route)
         return rowwise, self.columnwise_by_expert(dy, self.grad_format, scale, route)
 
-    def dgrad(self, dy: Quantised, weight: nn.Parameter, route) -> Tensor:
+    def dgrad(self, dy: list[Quantised], weight: nn.Parameter, route) -> Tensor:
         return self.multiply(dy, self.quantise_weight((weight,)).columnwise, route)
 
     def wgrad(self, out: Tensor, dy: list[Quantised], x: Tensor, route) -> None:
@@ -288,18 +301,37 @@ class Fp8Experts(Quantiser):
             if dy_part.data.numel():
                 matrix.add_(product(dy_part, x_part, out.dtype))
 
+    def rowwise_by_expert(self, x: Tensor, dtype: torch.dtype, route) -> tuple[list[Quantised], Tensor | None]:
+        """(each expert's part of the rowwise copy, the scale of all)."""
+        padded, rows = pad_experts(x, route.rows_per_expert, ROWS if self.recipe.blocks else 1)
+        (rowwise, _), scale = self.quantise_tokens(padded, dtype, columnwise=False)
+        return rowwise.split(rows, dim=0), scale
+
     def columnwise_by_expert(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None, route) -> list[Quantised]:
         """Each expert's part of the columnwise copy."""
         unit = BLOCK if self.recipe.blocks else 16  # what the dimension of a sum must be a multiple of
-        padded = [F.pad(part, (0, 0, 0, -len(part) % unit)) for part in x.split(route.rows_per_expert)]
-        (_, columnwise), _ = self.quantise_tokens(torch.cat(padded), dtype, scale, rowwise=False)
-        return columnwise.split([len(part) for part in padded], dim=1)
+        padded, rows = pad_experts(x, route.rows_per_expert, unit)
+        (_, columnwise), _ = self.quantise_tokens(padded, dtype, scale, rowwise=False)
+        return columnwise.split(rows, dim=1)
 
-    def multiply(self, rows: Quantised, matrices: Quantised, route) -> Tensor:
-        """[R, in] times the transposes of [e, out, in] -> [R, out]."""
-        parts = [product(part, matrices.select(expert), self.dtype)
-                 for expert, part in enumerate(rows.split(route.rows_per_expert, dim=0)) if len(part.data)]
-        return torch.cat(parts) if parts else rows.data.new_empty(0, matrices.data.shape[1], dtype=self.dtype)
+    def multiply(self, parts: list[Quantised], matrices: Quantised, route) -> Tensor:
+        """[R, in], in a part per expert with padding, times the transposes of [e, out, in] -> [R, out]."""
+        products = [product(part, matrices.select(expert), self.dtype)[:rows]
+                    for expert, (part, rows) in enumerate(zip(parts, route.rows_per_expert)) if rows]
+        if not products:
+            return matrices.data.new_empty(0, matrices.data.shape[1], dtype=self.dtype)
+        return torch.cat(products)
+
+
+def pad_experts(x: Tensor, rows: list[int], unit: int) -> tuple[Tensor, list[int]]:
+    """(x, in which each expert's rows are padded with zeros to a multiple of `unit`; the number of rows of each)."""
+    padded = [count + -count % unit for count in rows]
+    if padded == rows:
+        return x, rows
+    zeros, pieces = x.new_zeros(unit, x.shape[1]), []
+    for part, count in zip(x.split(rows), padded):
+        pieces += [part, zeros[:count - len(part)]]
+    return torch.cat(pieces), padded
 
 
 # ---- demo: python fp8.py --------------------------------------------------------------------------------------------
