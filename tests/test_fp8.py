@@ -204,11 +204,13 @@ def test_products_err_as_their_factors_do(name, pow2):
         assert error.max() > 1e-3 * bound.max()  # it did multiply eight bits
 
 
-@pytest.mark.parametrize("layer, rows", [(Column, None), (Row, None), ("experts", [200, 0, 130]), ("none", [0, 0, 0])])
+@pytest.mark.parametrize("layer, rows", [(Column, None), (Row, None), ("experts", [200, 0, 130]), ("none", [0, 0, 0]),
+                                         ("experts", [300, 301, 302, 1, 0])])
 @pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
 def test_a_layer_is_the_recipe_s_formula(name, pow2, layer, rows):
     """Sums with about 14 bits, which are fast, are in forward alone: not of experts, nor with a scale per block."""
-    recipe, T, w = FP8_RECIPES[name]._replace(pow2=pow2), sum(rows or [330]), weight(normal(3, 256, 384, seed=1))
+    recipe, T = FP8_RECIPES[name]._replace(pow2=pow2), sum(rows or [330])
+    w = weight(normal(len(rows or [330]), 256, 384, seed=1))
     x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.logspace(0, -3, T).double()[:, None]
     with in_order((fp8, "product", lambda *_, fast=False: fast)) as fast:
         if rows:
@@ -476,6 +478,43 @@ def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
                      if isinstance(part, torch.Tensor) else part for part in operands]
             out = F.scaled_mm(*there, output_dtype=torch.bfloat16)
         assert out.shape == (len(a.data), len(b.data)) and out.dtype == torch.bfloat16
+
+
+def scaled_mm_in_torch(a, b, a_scales, a_kind, b_scales, b_kind, *, output_dtype, use_fast_accum):
+    """F.scaled_mm of operands and scales as cuBLAS reads them: scales of 1 x 128 blocks [M, C/128] with stride M, by 16
+    bytes at a time; of tiles [C/128 padded to 4, N/128], contiguous along C. So rows of blocks are multiples of 4."""
+    factors = []
+    for data, scales, kind in (a, a_scales, a_kind), (b.t(), b_scales, b_kind):
+        if kind == F.ScalingType.BlockWise1x128:
+            assert len(data) % 4 == 0 and scales.stride() == (1, len(data)), f"{len(data)} rows, {scales.stride()}"
+        elif kind == F.ScalingType.BlockWise128x128:
+            scales = scales.t()[:, :data.shape[1] // BLOCK]
+        factors.append(dequantise(Quantised(data, scales), torch.float32))
+    return (factors[0] @ factors[1].t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+@pytest.mark.parametrize("rows", [[300, 301, 302, 1, 0], [301]], ids=["experts", "one matrix"])
+def test_a_gpu_multiplies_any_number_of_rows(monkeypatch, name, rows):
+    """With cuBLAS's conditions for scales, and by our kernel: results are the recipe's formula. Experts' rows are padded
+    before they are quantised, so that no product copies them."""
+    recipe = FP8_RECIPES[name]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm_in_torch)
+    x, dy = (normal(sum(rows), width, seed=seed, dtype=torch.float32) for seed, width in ((1, 384), (2, 256)))
+    w = weight(normal(len(rows), 256, 384, seed=3, dtype=torch.float32))
+    with in_order((fp8, "product", lambda a, *_, **__: len(a.data))) as given:
+        if len(rows) > 1:
+            mm, route = Fp8Experts(recipe, torch.float32), SimpleNamespace(rows_per_expert=rows)
+            y = ep.GroupedLinear.apply(x.requires_grad_(), w, mm, route, False)
+        else:
+            w = weight(w[0].detach())
+            y = Column.apply(x.requires_grad_(), TensorParallel(), Fp8(recipe, torch.float32), True, w)
+        y.backward(dy)
+    wanted = emulated(x.detach().double(), w.detach().double().view(-1, 384), dy.double(), recipe, rows)
+    for got, want in zip((y.detach(), x.grad, w.grad.view(-1, 384)), wanted):
+        assert close(got.double(), want, 1e-5)
+    assert len(rows) == 1 or not recipe.blocks or not any(count % 4 for count in given)
 
 
 @gpu
