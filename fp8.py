@@ -160,8 +160,8 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) 
 
 
 def pad_rows(q: Quantised) -> Quantised:
-    """q with its rows padded with zeros to a multiple of ROWS, if it has 1 x 128 blocks. This copies q, so experts' rows
-    are padded before they are quantised; other batches rarely have such a number of tokens."""
+    """q with its rows padded with zeros to a multiple of ROWS, if it has 1 x 128 blocks. This copies q, so experts'
+    rows are padded before they are quantised; other batches rarely have such a number of tokens."""
     missing = -len(q.data) % ROWS
     if not missing or q.scales.ndim == 0 or len(q.scales) != len(q.data):
         return q

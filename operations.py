@@ -337,7 +337,7 @@ MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores
 
 # Fastest first, on Hopper. The last one is not fused and saves the scores: only where no other runs.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CUDNN_WIDTH = 128  # of the widest heads that cuDNN takes (256 on Hopper, from cuDNN 9.10 on)
+CUDNN_WIDTH = 128  # of the widest heads that cuDNN gets. For wider ones, such as 192, torch may refuse its backward
 
 
 @cache
@@ -349,11 +349,18 @@ def set_sdpa_order() -> AbstractContextManager:
     return context
 
 
+def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
+    """Say before a call on a GPU which kernels torch may choose for heads of this width: all of SDPA_ORDER, but cuDNN
+    neither for wide heads nor with a mask tensor. Its backward then returns NaN for some lengths (pytorch#196678)."""
+    set_sdpa_order()
+    torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
+
+
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     kind = mask.kind(q.shape[2], k.shape[2])
     visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
     if q.is_cuda:
-        set_sdpa_order()
+        choose_sdpa_kernels(q.shape[-1], visible is not None)
     if kind == "general" or (q.is_cuda and q.itemsize > 2):  # no fused kernel takes fewer key heads with these
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",

@@ -496,8 +496,8 @@ def scaled_mm_in_torch(a, b, a_scales, a_kind, b_scales, b_kind, *, output_dtype
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("rows", [[300, 301, 302, 1, 0], [301]], ids=["experts", "one matrix"])
 def test_a_gpu_multiplies_any_number_of_rows(monkeypatch, name, rows):
-    """With cuBLAS's conditions for scales, and by our kernel: results are the recipe's formula. Experts' rows are padded
-    before they are quantised, so that no product copies them."""
+    """With cuBLAS's conditions for scales, and by our kernel: results are the recipe's formula. Experts' rows are
+    padded before they are quantised, so that no product copies them."""
     recipe = FP8_RECIPES[name]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(F, "scaled_mm", scaled_mm_in_torch)
