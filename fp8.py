@@ -90,7 +90,9 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
     """The scale that maps `amax` to the largest number of the format, in fp32; pow2: rounded up to a power of two,
     which multiplies without rounding and loses at most one power of two of the range."""
-    scale = amax.float().clamp(min=SMALLEST) / torch.finfo(dtype).max
+    # By a tensor of this device: a GPU divides by a number of the host by multiplying with its reciprocal, which may
+    # differ in the last bit from the quotient that CPUs and the kernel compute.
+    scale = amax.float().clamp(min=SMALLEST) / amax.new_full((), torch.finfo(dtype).max, dtype=torch.float32)
     if not pow2:
         return scale
     # Adding 0x7FFFFF to the bits carries into the exponent unless the mantissa is 0. (NaN would wrap round to 0.)
