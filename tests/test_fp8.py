@@ -23,7 +23,7 @@ from ahead import run
 from exact import gpu
 from pool import Pool, slow
 from torch._subclasses import FakeTensorMode
-from watch import in_order
+from watch import Watch, in_order
 
 import collectives
 import config
@@ -153,6 +153,16 @@ def test_scales_are_what_the_largest_number_asks_for():
     for nothing in (torch.zeros(3, 128), torch.full((3, 128), 1e-38)):
         for form in quantise(nothing, E4M3):
             assert form.scales.isfinite().all() and dequantise(form, torch.float32).abs().max() == 0
+
+
+def test_a_gpu_divides_by_a_tensor_of_its_own():
+    """By a number, or a tensor of the host, it multiplies with the reciprocal, which differs in the last bit."""
+    divisors = []
+    watch = Watch(lambda function, args, how, out: divisors.append(args[1]) if "div" in function.__name__ else None)
+    with FakeTensorMode(), watch:
+        for shape in (), (5, 3):
+            fp8.scale_of(torch.empty(shape, device="cuda", dtype=torch.bfloat16), E4M3, False)
+    assert [by.device.type for by in divisors] == ["cuda", "cuda"]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # Triton's interpreter is numpy
