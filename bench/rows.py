@@ -19,6 +19,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -36,6 +37,7 @@ from learn.gpu import measure_seconds
 Contenders = dict[str, Callable]  # by name; the first is ours, what training runs by default
 Rate = Callable[[float], str]  # of a time in seconds
 CLOCKS = "timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu"
+IS_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Result(NamedTuple):
@@ -128,19 +130,20 @@ class ClockLog:
                     process.wait()
 
     def since_last_call(self) -> str:
-        """Medians over the samples since the last call in which the GPU was busy: "1755 MHz, 690 W"; "" of none."""
+        """Medians over the samples since the last call in which the GPU was busy: "1755 MHz, 690 W"; "" of none. What
+        nvidia-smi cannot say, such as the power "[N/A]", is left out."""
         with open(self.path) as file:
             file.seek(self.place)
             text = file.read()
         whole = text[:text.rfind("\n") + 1]
         self.place += len(whole.encode())
         rows = [row for row in csv.reader(io.StringIO(whole), skipinitialspace=True) if len(row) == 5]
-        busy = [(float(clock), float(power)) for _, clock, power, _, used in rows
-                if used.isdecimal() and int(used) >= 50]
-        if not busy:
-            return ""
-        clock, power = (statistics.median(values) for values in zip(*busy))
-        return f"{clock:.0f} MHz, {power:.0f} W"
+        busy = [row for row in rows if row[4].isdecimal() and int(row[4]) >= 50]
+        medians = []
+        for column, unit in (1, "MHz"), (2, "W"):
+            values = [float(row[column]) for row in busy if IS_NUMBER.fullmatch(row[column])]
+            medians += [f"{statistics.median(values):.0f} {unit}"] if values else []
+        return ", ".join(medians)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
