@@ -76,6 +76,7 @@ def choose_device(asked: str) -> torch.device:
     if asked == "cpu" or not gpus:
         return torch.device("cpu")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # or --sp async would be refused
         if torch.cuda.nccl.version() >= (2, 30):
             os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         else:
