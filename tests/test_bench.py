@@ -71,6 +71,18 @@ def test_clocks_are_medians_of_busy_samples_since_the_last_row(tmp_path):
     assert log.since_last_call() == "1650 MHz, 650 W" and log.since_last_call() == ""
 
 
+@pytest.mark.parametrize("samples, found", [
+    (["1700, [N/A]", "1600, [Not Supported]"], "1650 MHz"), (["[N/A], 690.00", "[Unknown Error], nan"], "690 W"),
+    (["1700, [N/A]", "1600, 600", "[N/A], 500"], "1650 MHz, 550 W"), (["[N/A], [N/A]"], "")])
+def test_what_nvidia_smi_cannot_say_is_left_out(tmp_path, samples, found):
+    log = bench_rows.ClockLog(str(tmp_path))
+    with open(log.path, "w") as file:
+        for sample in samples:
+            print(f"2026/01/01 00:00:00.000, {sample}, [N/A], 99", file=file)
+        print("2026/01/01 00:00:00.000, 1, 1, 50, [N/A]", file=file)  # who knows whether it was busy
+    assert log.since_last_call() == found
+
+
 result = partial(Result, 1.0, report="many kernels")  # what a row's process calls, which need not import this file
 
 
@@ -274,6 +286,20 @@ def test_a_line_has_the_median_the_range_and_the_ratio_to_the_last(capsys):
 
 
 # ---- bench smoke ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ranks, nccl", [(1, (2, 28, 9)), (2, (2, 28, 9)), (2, (2, 30, 7))])
+def test_ranks_that_share_a_gpu_are_allowed_to(monkeypatch, ranks, nccl):
+    """Of one rank nothing is changed; symmetric memory, which --sp async needs, takes one variable of torch's."""
+    monkeypatch.setattr(os, "environ", dict(LOCAL_RANK=str(ranks - 1), LOCAL_WORLD_SIZE=str(ranks)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    assert smoke.choose_device("auto") == torch.device("cuda", 0)
+    shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"}
+    shared |= {"NCCL_MULTI_RANK_GPU_ENABLE"} if nccl > (2, 30) else {
+        "NCCL_HOSTID", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"}
+    assert os.environ.keys() == {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} | (shared if ranks > 1 else set())
+
 
 def test_smoke_compares_each_dtype_with_one_process_on_the_cpu(capsys, monkeypatch):
     monkeypatch.setattr(smoke.subprocess, "run", lambda command, **options: python(*command[1:]))
