@@ -24,21 +24,16 @@ import flash
 import fp8
 import kernels
 import operations
-from bench.rows import Rate, Result, compare
+from bench.rows import Rate, Result, compare, measure_seconds
 from config import FP8_RECIPES
-from learn.gpu import make_cold_inputs, measure_seconds
 from param import Spec, accumulate_product, parameter
 from tp import Column, Matmul, TensorParallel
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
 
 
-def random_inputs(*shapes: tuple[int, ...], grad: bool = False) -> list[tuple[Tensor, ...]]:
-    """bf16 tensors of these shapes, so many times that none is in the L2 cache when its turn comes."""
-    return make_cold_inputs(partial(random_tensors, *shapes, grad=grad))
-
-
 def random_tensors(*shapes: tuple[int, ...], grad: bool = False) -> tuple[Tensor, ...]:
+    """In bf16."""
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for shape in shapes)
 
 
@@ -55,7 +50,7 @@ def flops_rate(flops: float) -> Rate:
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 1 GiB."""
     x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    return 2 * x.nbytes / measure_seconds(torch.clone, [(x,)])
+    return 2 * x.nbytes / measure_seconds(torch.clone, x)
 
 
 def bytes_rate(nbytes: float) -> Rate:
@@ -73,7 +68,7 @@ def measure_addmm() -> Result:
         accumulate_product(out, dy.t(), x)
         return out
 
-    return compare({"ours": add}, [make()], flops_rate(2 * 2048 * 1024 * 1536),
+    return compare({"ours": add}, make(), flops_rate(2 * 2048 * 1024 * 1536),
                    in_fp64(lambda dy, x, out: out + dy.t() @ x), make)
 
 
@@ -88,7 +83,7 @@ def measure_scaled_mm(kind: str) -> Result:
         a64, b64 = (fp8.dequantise(fp8.Quantised(q.data.cpu(), q.scales.cpu()), torch.float64) for q in (a, b))
         return (a64 @ b64.t()).cuda()
 
-    return compare({"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}, [()],
+    return compare({"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}, (),
                    flops_rate(2 * x.numel() * len(w)), exact)
 
 
@@ -123,7 +118,7 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
         contenders["bf16, rounded, then added"] = lambda: out.add_(a @ b)
     for recipe in FP8_RECIPES if N < 128256 else ():  # the head is never in FP8
         contenders[recipe] = contender(recipe)
-    return compare(contenders, [()], flops_rate(2 * tokens * N * K))
+    return compare(contenders, (), flops_rate(2 * tokens * N * K))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -168,7 +163,7 @@ def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int, do
         "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION), "torch's flash": partial(sdpa, SDPBackend.FLASH_ATTENTION)}
     one_way, matmuls = (forward, 2) if direction == "forward" else (backward, 5)
     return compare({name: one_way(attend) for name, attend in contenders.items()},
-                   make_cold_inputs(partial(heads_of_the_model, B, S, N, K, D))[:3],
+                   heads_of_the_model(B, S, N, K, D),
                    flops_rate(matmuls * B * N * S * S * D / documents),  # half of the scores are masked
                    exact, partial(heads_of_the_model, 1, min(S, 1024), N, K, D))
 
@@ -198,7 +193,7 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
 
     matmuls = 2 if direction == "forward" else 5
     return compare({name: partial(attend, name) for name in kernels},
-                   make_cold_inputs(partial(make, rows, columns))[:3],
+                   make(rows, columns),
                    flops_rate(2 * matmuls * N * rows * columns * D), in_fp64(exact),
                    partial(make, min(rows, 512), min(columns, 256)))
 
@@ -214,7 +209,7 @@ def measure_norm_programs() -> Result:
         return dx + dtotal, dweight
 
     return compare({f"{programs} programs": partial(backward, programs) for programs in (kernels.PROGRAMS, 528, 1056)},
-                   random_inputs(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H), in_fp64(exact),
+                   random_tensors(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H), in_fp64(exact),
                    partial(random_tensors, *[(S, H)] * 3, (H,)))
 
 
@@ -242,7 +237,7 @@ def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:
         return torch.cat([((rows.double() @ matrix.t()).softmax(1) - F.one_hot(label, V)) @ matrix
                           for rows, label in zip(x.detach().split(512), labels.split(512))])
 
-    result, memory = compare(contenders, [()], flops_rate(6 * tokens * H * V), exact), []
+    result, memory = compare(contenders, (), flops_rate(6 * tokens * H * V), exact), []
     for name in ("ours", *result.rivals):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -301,7 +296,7 @@ def measure_fused(name: str) -> Result:
     if name == "RMSNorm":
         contenders["F.rms_norm"] = lambda x, w: F.rms_norm(x, (H,), w, 1e-5)
     checked = [(S, *shape[1:]) if shape[0] == T else shape for shape in shapes]
-    return compare(contenders, random_inputs(*shapes), bytes_rate(2 * elements), in_fp64(formula),
+    return compare(contenders, random_tensors(*shapes), bytes_rate(2 * elements), in_fp64(formula),
                    partial(random_tensors, *checked))
 
 
@@ -320,7 +315,7 @@ def measure_quantise(kind: str) -> Result:
     contenders = {"ours": lambda x: kernels.quantise(x, fp8.E4M3, scale, fp8.SMALLEST, tiles=tiles),
                   "compiled" if scale is None and not tiles else "compiled, without the columnwise copy":
                   torch.compile(by_torch)}
-    return compare(contenders, random_inputs((T, H)), bytes_rate(4 * T * H))
+    return compare(contenders, random_tensors((T, H)), bytes_rate(4 * T * H))
 
 
 def measure_fp8_linear(recipe: str) -> Result:
@@ -334,7 +329,7 @@ def measure_fp8_linear(recipe: str) -> Result:
         Column.apply(x.detach().requires_grad_(), TensorParallel(), mm, True, weight).backward(dy)
 
     contenders = {"ours": partial(run, fp8.Fp8(FP8_RECIPES[recipe], torch.bfloat16)), "bf16": partial(run, Matmul())}
-    return compare(contenders, random_inputs((T, H)), flops_rate(6 * T * H * FFN))
+    return compare(contenders, random_tensors((T, H)), flops_rate(6 * T * H * FFN))
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -350,12 +345,14 @@ def wait_kernel(nanoseconds):
 def measure_beside_waiting(programs: int, shape: tuple[int, int, int] = (8192, 28672, 4096)) -> Result:
     """A matmul [M, K] x [K, N] while so many programs wait on another stream; its rival is the same one alone."""
     M, N, K = shape
-    a, b = random_tensors((M, K), (K, N))
-    alone = measure_seconds(torch.matmul, [(a, b)])
-    with torch.cuda.stream(torch.cuda.Stream()):
-        wait_kernel[(programs,)](2_000_000_000, num_warps=16)  # longer than all that is measured
-    seconds = measure_seconds(torch.matmul, [(a, b)])
-    torch.cuda.synchronize()
+    (a, b), beside = random_tensors((M, K), (K, N)), torch.cuda.Stream()
+
+    def multiply_beside_waiting() -> Tensor:
+        with torch.cuda.stream(beside):
+            wait_kernel[(programs,)](10_000_000, num_warps=16)  # longer than the matmul: these never run out
+        return torch.matmul(a, b)
+
+    alone, seconds = measure_seconds(torch.matmul, a, b), measure_seconds(multiply_beside_waiting)
     return Result(seconds, flops_rate(2 * M * N * K)(seconds), {"alone": alone})
 
 
@@ -380,6 +377,6 @@ def print_blocked_streams(count: int = 12) -> None:
 def measure_host_link(nbytes: int = 2**31) -> Result:
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     gpu = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    back, there = (measure_seconds(partial(target.copy_, non_blocking=True), [(source,)], 3)
+    back, there = (measure_seconds(partial(target.copy_, non_blocking=True), source)
                    for target, source in ((host, gpu), (gpu, host)))
     return Result(back, f"{nbytes / back / 1e9:.1f} GB/s to the host, {nbytes / there / 1e9:.1f} GB/s to the GPU")

@@ -27,12 +27,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from learn.gpu import measure_seconds
+from triton.testing import do_bench
 
 Contenders = dict[str, Callable]  # by name; the first is ours, what training runs by default
 Rate = Callable[[float], str]  # of a time in seconds
@@ -62,6 +62,11 @@ Outcomes = dict[str, tuple[Result | str, str]]  # by a row's name: its result, o
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
 
+def measure_seconds(function: Callable, *arguments: Any) -> float:
+    """The median of calls for a tenth of a second, at least one, each with an empty L2 cache."""
+    return do_bench(partial(function, *arguments), return_mode="median") / 1e3
+
+
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -73,11 +78,11 @@ def relative_error(results: Tensor | tuple[Tensor, ...], exact: Tensor | tuple[T
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
-def compare(contenders: Contenders, inputs: list[tuple], rate: Rate, exact: Callable | None = None,
+def compare(contenders: Contenders, inputs: tuple, rate: Rate, exact: Callable | None = None,
             make_checked: Callable[[], tuple] = tuple) -> Result:
-    """Times of all contenders on the same inputs. exact: what they compute, in fp64, with which every contender's
-    result is compared; make_checked: makes the arguments for that, which may be smaller than those that are timed. It
-    is called again for each contender, under the same seed, because some work in place."""
+    """Times of all contenders, each called with these inputs. exact: what they compute, in fp64, with which every
+    contender's result is compared; make_checked: makes the arguments for that, which may be smaller than those that are
+    timed. It is called again for each contender, under the same seed, because some work in place."""
     def results_of(function: Callable) -> Tensor | tuple[Tensor, ...]:
         torch.manual_seed(0)
         return function(*make_checked())
@@ -88,7 +93,7 @@ def compare(contenders: Contenders, inputs: list[tuple], rate: Rate, exact: Call
         try:
             if exact:
                 errors[name] = relative_error(results_of(contender), right)
-            seconds[name] = measure_seconds(contender, inputs)
+            seconds[name] = measure_seconds(contender, *inputs)
         except Exception as error:  # it harms no other contender, unless the GPU itself has failed
             failures[name] = first_line(error)
             if torch.cuda.is_available():

@@ -1,8 +1,7 @@
 """A GPU primer: a crash course in Triton, as one matmul in nine kernels and one GELU in five versions.
 
 Read it before kernels.py and flash.py: each of the nine kernels adds one idea that those rely on.
-`python -m learn.gpu` shows what each kernel reads, and on a GPU how fast it is; `python -m bench gpu` measures with
-these functions.
+`python -m learn.gpu` shows what each kernel reads, and on a GPU how fast it is.
 
 A GPU has 100 to 150 processors (SMs), each with four tensor cores, and one memory for all of them. An H200 does 989e12
 bf16 operations per second and moves 4.8e12 bytes, so it waits for memory unless it does 206 operations per byte. A bf16
