@@ -45,6 +45,14 @@ def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
         "| w | 1000.000 |  | unchecked 2000.000, wrong 500.000 | 2.00 |  | ours 1.0e-03, wrong inf; choose ours |  |"]
 
 
+def test_a_call_is_timed_by_triton_in_ms(monkeypatch):
+    called, timer = Mock(), Mock(return_value=3.0)
+    monkeypatch.setattr(bench_rows, "do_bench", timer)
+    assert bench_rows.measure_seconds(called, 1, 2) == 0.003 and timer.call_args.kwargs == dict(return_mode="median")
+    timer.call_args.args[0]()
+    called.assert_called_once_with(1, 2)
+
+
 def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_is_named(monkeypatch):
     def double_in_place(x):
         return x.mul_(2)
@@ -53,12 +61,12 @@ def test_contenders_are_checked_against_fp64_on_equal_inputs_and_a_failing_one_i
         raise RuntimeError("no such\nkernel")
 
     contenders = {"ours": double_in_place, "off": lambda x: 2.5 * x, "broken": fail, "nan": lambda x: x * torch.nan}
-    monkeypatch.setattr(bench_rows, "measure_seconds", lambda function, inputs: 1.0)
-    found = bench_rows.compare(contenders, [()], str, lambda x: 2 * x.double(), lambda: (torch.randn(9),))
+    monkeypatch.setattr(bench_rows, "measure_seconds", lambda function, *inputs: 1.0)
+    found = bench_rows.compare(contenders, (), str, lambda x: 2 * x.double(), lambda: (torch.randn(9),))
     assert found.errors == {"ours": 0, "off": pytest.approx(0.25), "nan": float("inf")}
     assert found.failures == {"broken": "RuntimeError: no such"} and set(found.rivals) == {"off", "nan"}
     with pytest.raises(RuntimeError, match="^ours: RuntimeError: no such; others in ms: x 1000.000$"):
-        bench_rows.compare({"ours": fail, "x": double_in_place}, [()], str, abs, lambda: (torch.randn(9),))
+        bench_rows.compare({"ours": fail, "x": double_in_place}, (), str, abs, lambda: (torch.randn(9),))
 
 
 def test_clocks_are_medians_of_busy_samples_since_the_last_row(tmp_path):
@@ -163,7 +171,7 @@ def on_a_small_cpu():
     def without_device(function):
         return lambda *args, device=None, **kwargs: function(*args, **kwargs)
 
-    small = dict(T=256, S=64, H=128, FFN=256, make_cold_inputs=lambda make: [make()], copy_rate=lambda: 1.0,
+    small = dict(T=256, S=64, H=128, FFN=256, copy_rate=lambda: 1.0,
                  sdpa_kernel=lambda backends: contextlib.nullcontext(),
                  parameter=lambda spec, groups, dtype, device: param.parameter(spec, groups, dtype))
     made = {name: without_device(getattr(torch, name))
@@ -174,7 +182,7 @@ def on_a_small_cpu():
             torch, bfloat16=torch.float32, compile=lambda function: function, **made), patch.object(
             device, "choose_device", lambda asked: (torch.device("cpu"), "")), patch.object(
             torch.Tensor, "cuda", lambda x: x), patch.object(bench_rows, "measure_seconds",
-            lambda function, inputs: (function(*inputs[0]), 1.0)[1]):
+            lambda function, *inputs: (function(*inputs), 1.0)[1]):
         bench_kernels.angles.cache_clear()
         yield
 
