@@ -26,6 +26,8 @@ from schedules import SCHEDULES, plan_of
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 CP_STYLES = "allgather", "ring", "ulysses"  # cp.py: the last by heads, the others by blocks of keys
+BY_BLOCKS = [style for style in CP_STYLES if style != "ulysses"]
+GROUPED = [name for name, schedule in SCHEDULES.items() if schedule.grouped and schedule.runs]
 OFFLOADS = "none", "optimizer", "activations", "both"
 
 
@@ -150,7 +152,7 @@ class Grid:
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
-    pp_group: int = setting(0, "interleaved, zb1p: micro-batches in a group; 0: as few as possible, at least pp")
+    pp_group: int = setting(0, f"{', '.join(GROUPED)}: micro-batches in a group; 0: as few as possible, at least pp")
     ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
                         (0, 1, 2, 3))
@@ -482,11 +484,11 @@ def rules_of_the_run(c: Config) -> list[Needs]:
     return [
         Needs("--schedule", grid.pp > 1, "--pp 2 or more"),
         Needs("--chunks", schedule.allows(grid.chunks) if grid.pp > 1 else grid.chunks == 1,
-              "--pp 2 or more and another --schedule: interleaved and zb1p have any number of chunks"),
+              f"--pp 2 or more and another --schedule: {' and '.join(GROUPED)} have any number of chunks"),
         Needs("--pp", model.layers >= grid.pp * grid.chunks, "--layers of at least --pp x --chunks"),
-        Needs("--pp-group", grid.pp > 1 and schedule.grouped, "--pp 2 or more with --schedule interleaved or zb1p"),
+        Needs("--pp-group", grid.pp > 1 and schedule.grouped, f"--pp 2 or more with --schedule {' or '.join(GROUPED)}"),
         Needs("--cp-ulysses", grid.cp > grid.head_ranks,
-              "--cp above it, and --cp-style ring or allgather: among all ranks it is ulysses"),
+              f"--cp above it, and --cp-style {' or '.join(BY_BLOCKS[::-1])}: among all ranks it is ulysses"),
         Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.doc_mask and not model.window,
               "--doc-mask, no --window, and --cp ranks that exchange keys, as all but ulysses do"),
         Needs("--sp async", grid.tp > 1, "--tp 2 or more"),

@@ -22,7 +22,8 @@ W <= min(F, I). The bubble of zb-h2 is that between a rank's first F and last W,
     dualpipev       not fixed                -      (p-1)F/2, if F = I = W     p + 1/2
     dualpipe        not fixed                -      (p-2)F/2, if F = I = W     p + 1
 
-To add a schedule, write the order of one rank and add it to SCHEDULES. Nothing here needs torch.
+To add a schedule, write a function that returns the order of one rank, and add it to SCHEDULES. `make_plan` refuses an
+order that lacks an action, and says which. Nothing here needs torch.
 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
 et al. 2023 and 2024 (zero bubble: H1, H2; V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
@@ -133,11 +134,16 @@ class Schedule(NamedTuple):
     chunks: int = 1  # model chunks per rank
     grouped: bool = False  # any number of chunks will do, too, gone through in groups of n micro-batches
     least: int = 0  # the fewest micro-batches, per rank
-    v_shaped: bool = False  # whether the last stage is on the rank of the first
+    v_shaped: bool = False  # a rank's second stage counts from the end: the last stage is on the rank of the first
     runs: bool = True  # whether training offers it; otherwise it is only drawn
 
     def allows(self, chunks: int) -> bool:
         return self.grouped or chunks == self.chunks
+
+    def rank_of(self, stage: int, p: int) -> int:
+        """The rank of a stage, of a schedule that runs: stages go round the ranks or, in a V, to and fro."""
+        turn, r = divmod(stage, p)
+        return p - 1 - r if self.v_shaped and turn % 2 else r
 
 
 SCHEDULES = {
@@ -182,7 +188,33 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     if m < chosen.least * p:
         raise ValueError(f"{m} micro-batches: schedule {schedule} needs at least {chosen.least * p} on {p} ranks")
     ranks = [chosen.order(r, p, m, v, n) for r in range(p)]
-    return Plan(ranks, {(stage, k): r for r, actions in enumerate(ranks) for op, stage, k in actions if op == "F"})
+    plan = Plan(ranks, {(stage, k): r for r, actions in enumerate(ranks) for op, stage, k in actions if op == "F"})
+    check_plan(plan, schedule, m, v)
+    return plan
+
+
+def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
+    """Raise ValueError unless every stage computes each of m micro-batches forward and then backward, once, and is on
+    the rank where all other files expect it. v: model chunks per rank. (`in_turns` finds ranks that wait for ever.)"""
+    chosen, p = SCHEDULES[schedule], len(plan.ranks)
+    stages = p * v if chosen.runs else plan.stages  # one that is only drawn may have copies of a stage on two ranks
+    missing = {(stage, k) for stage in range(stages) for k in range(m)} - plan.owner.keys()
+    if missing:
+        stage, k = min(missing)
+        raise ValueError(f"schedule {schedule}: no rank has {Action('F', stage, k)}, the forward of stage {stage} and "
+                         f"micro-batch {k}")
+    for r, actions in enumerate(plan.ranks):
+        ops_of = defaultdict(str)
+        for op, stage, k in actions:
+            ops_of[stage, k] += op
+        for (stage, k), ops in ops_of.items():
+            if ops not in ("FB", "FIW"):
+                raise ValueError(f"schedule {schedule}: stage {stage} and micro-batch {k} have {' '.join(ops)} on rank "
+                                 f"{r}, and need F B or F I W")
+            if chosen.runs and (stage >= stages or r != chosen.rank_of(stage, p)):
+                raise ValueError(
+                    f"schedule {schedule}: stage {stage} is on rank {r}: {v} stages per rank go round {p} ranks, "
+                    "0, 1, 2 ... 0, 1, 2 ..., or with v_shaped=True to and fro, 0, 1, 2 ... 2, 1, 0")
 
 
 def plan_of(grid, micro_batches: int) -> Plan:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import gcd
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     if precision.offloads("activations"):  # of the blocks' inputs, two are on the GPU
         per_token -= max(0, in_flight * max(map(len, stages)) - 2) * model.hidden * element / tp
     if has_head:
-        losses = in_flight // grid.chunks if grid.schedule == "afab" else 1  # of these logits are saved
+        losses = min(in_flight, losses_in_memory(*plan_needed(settings)))  # of these logits are saved
         norm = model.hidden * element * (1 if recompute == "selective" else 2) + acc
         logits = -(-model.vocab // tp) * element + 3 * acc
         indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
@@ -134,8 +134,7 @@ def backwards_in_memory(actions: list[Action]) -> list[Backward]:
 
 def owner(grid: Grid, stage: int) -> int:
     """The pipeline rank of a stage."""
-    p = grid.pp
-    return min(stage, 2 * p - 1 - stage) if p > 1 and grid.v_shaped else stage % p
+    return SCHEDULES[grid.schedule].rank_of(stage, grid.pp) if grid.pp > 1 else 0
 
 
 def stages_of_rank(settings: Config, rank: int, division: str = "balanced") -> dict[int, range]:
@@ -151,19 +150,44 @@ def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple
     return [(max(schedules.activations_held(actions)), backwards_in_memory(actions)) for actions in plan.ranks]
 
 
-def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
-    """See plans_in_memory."""
+@lru_cache(4096)
+def losses_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> int:
+    """The most micro-batches whose loss a rank has computed, and not its gradient."""
+    plan = schedules.make_plan(schedule, p, m, v, n)
+    ops = [[action.op for action in actions if action.stage == plan.stages - 1] for actions in plan.ranks]
+    return max(max(accumulate(dict(F=1, B=-1, I=-1, W=0)[op] for op in of_rank)) for of_rank in ops if of_rank)
+
+
+def plan_needed(settings: Config) -> tuple[str, int, int, int, int]:
+    """What make_plan is asked for: schedule, ranks, as many micro-batches as show the memory, chunks, group."""
     grid, batch = settings.grid, settings.batch
     m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp)
-    return plans_in_memory(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.chunks, grid.pp_group)[rank]
+    return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.chunks, grid.pp_group
+
+
+def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
+    """See plans_in_memory."""
+    return plans_in_memory(*plan_needed(settings))[rank]
 
 
 def few_micro_batches(grid: Grid, m: int) -> int:
     """So many show what m need: the steady state of a schedule repeats with every p, but not of forwards that all come
     first, nor of groups."""
     p = grid.pp
-    in_groups = p > 1 and (grid.pp_group or SCHEDULES[grid.schedule].grouped and m % p)
-    return m if m <= 5 * p or grid.schedule == "afab" or in_groups else 4 * p + m % p
+    if m <= 5 * p:
+        return m
+    if p == 1:
+        return 4
+    schedule, few = SCHEDULES[grid.schedule], 4 * p + m % p
+    in_groups = grid.pp_group or (schedule.grouped and m % p)
+    too_few = few - p < schedule.least * p  # plan/time.py also asks for p fewer
+    return m if in_groups or too_few or grows(grid.schedule, p, few, grid.chunks) else few
+
+
+def grows(schedule: str, p: int, m: int, v: int) -> bool:
+    """Whether ranks hold more activations if there are p more micro-batches, as where all forwards come first."""
+    held, held_of_more = ([most for most, _ in plans_in_memory(schedule, p, count, v, 0)] for count in (m, m + p))
+    return held != held_of_more
 
 
 def moment_bytes(settings: Config, element: int) -> int:
