@@ -29,6 +29,13 @@ CP_STYLES = "allgather", "ring", "ulysses"  # cp.py: the last by heads, the othe
 BY_BLOCKS = [style for style in CP_STYLES if style != "ulysses"]
 GROUPED = [name for name, schedule in SCHEDULES.items() if schedule.grouped and schedule.runs]
 OFFLOADS = "none", "optimizer", "activations", "both"
+# --optimizer: names of the moments, tensors as large as the weights that it remembers between steps. Of muon, those of
+# matrices: the other weights have adamw's. update.py has the rules; plan/ counts the moments' bytes.
+OPTIMIZERS = {
+    "adamw": ("m", "v"),
+    "muon": ("m",),
+    "sgd": (),
+}
 
 
 class Fp8Recipe(NamedTuple):
@@ -238,7 +245,7 @@ class Batch:
 
 @dataclass
 class Optim:
-    optimizer: str = setting("adamw", "the update rule; muon: of matrices, the rest by adamw", ("adamw", "muon", "sgd"))
+    optimizer: str = setting("adamw", "the update rule; muon: of matrices, the rest by adamw", tuple(OPTIMIZERS))
     lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
     lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
                                ("cosine", "wsd", "constant"))

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from collectives import ALONE, Group, Pending, all_to_all, run_demo
+from config import OPTIMIZERS
 from param import Box, Spec, box_shape, local_box, pieces_within, shard_slice
 
 MOMENTUM = 0.95
@@ -169,7 +170,7 @@ def senders(pieces: list[Piece], owner: int) -> list[Piece]:
 class Muon:
     """The update of all matrices of a pipeline rank. buckets, peers: see find_matrices. `master` and state["m"], the
     momentum, of a bucket are this rank's shards, in the dtype of gradients. group: of the axis "muon"."""
-    state = ("m",)
+    state = OPTIMIZERS["muon"]
 
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
         assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from config import OPTIMIZERS
+
 
 class UpdateRule(NamedTuple):
-    """state: names of what it remembers of each weight. apply(weights, grads, *state, steps=, lr=, betas=, eps=,
-    weight_decay=, found_inf=, grad_scale=) changes weights and state, lists of tensors. steps: updates so far."""
+    """state: names of its moments, declared in config.OPTIMIZERS. apply(weights, grads, *state, steps=, lr=, betas=,
+    eps=, weight_decay=, found_inf=, grad_scale=) changes weights and state, lists of tensors. steps: updates so far."""
     state: tuple[str, ...]
     apply: Callable[..., None]
 
@@ -47,7 +49,7 @@ def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, grad_scale, **_) -
 
 
 # By --optimizer; with muon of all but matrices.
-UPDATE_RULES = {"adamw": UpdateRule(("m", "v"), apply_adamw), "sgd": UpdateRule((), apply_sgd)}
+UPDATE_RULES = {"adamw": UpdateRule(OPTIMIZERS["adamw"], apply_adamw), "sgd": UpdateRule(OPTIMIZERS["sgd"], apply_sgd)}
 UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]
 
 

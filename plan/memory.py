@@ -20,7 +20,7 @@ from math import gcd
 from typing import NamedTuple
 
 import schedules
-from config import Config, Grid, padded_elements, padded_length
+from config import OPTIMIZERS, Config, Grid, padded_elements, padded_length
 from plan.costs import (
     Activation,
     LayerOptions,
@@ -171,8 +171,7 @@ def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
 
 
 def few_micro_batches(grid: Grid, m: int) -> int:
-    """So many show what m need: the steady state of a schedule repeats with every p, but not of forwards that all come
-    first, nor of groups."""
+    """So many show what m need, where the steady state of a schedule repeats with every p."""
     p = grid.pp
     if m <= 5 * p:
         return m
@@ -191,18 +190,19 @@ def grows(schedule: str, p: int, m: int, v: int) -> bool:
 
 
 def moment_bytes(settings: Config, element: int) -> int:
-    """Bytes per parameter of all moments: AdamW has two, Muon one (of matrices), SGD none."""
+    """Bytes per parameter of all moments; of Muon, those of matrices."""
     each = 2 if settings.precision.moments == "bf16" else acc_bytes(element)
-    return dict(adamw=2, muon=1, sgd=0)[settings.optim.optimizer] * each
+    return len(OPTIMIZERS[settings.optim.optimizer]) * each
 
 
 def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], layers: Iterable[int]) -> int:
     """Bytes of the moments of a rank with these buckets and blocks."""
     n, each = shards_of(settings), moment_bytes(settings, element)
     nbytes = sum(each * sum(counts) // n[axis] for axis, counts in pad(settings, buckets).items())
-    if settings.optim.optimizer == "muon":  # AdamW's second moment, of what is no matrix
+    if settings.optim.optimizer == "muon":  # what is no matrix has all of AdamW's moments
         others = sum(buckets["dp"]) - matrix_elements(settings, layers)["dp"]
-        nbytes += each * padded_elements(others, n["dp"]) // n["dp"]
+        more = (len(OPTIMIZERS["adamw"]) - len(OPTIMIZERS["muon"])) * acc_bytes(element)
+        nbytes += more * padded_elements(others, n["dp"]) // n["dp"]
     return nbytes
 
 
