@@ -431,6 +431,11 @@ class Divides(NamedTuple):
                              f"{'one of ' * (len(works) > 1)}{', '.join(map(str, works))}{self.hint}")
 
 
+OF_EXPERTS = ("top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm", "router_scale",
+              "expert_groups", "top_groups", "ep", "aux_loss", "aux_over", "router_z_loss", "bias_rate")
+OF_LATENTS = ("q_lora_rank", "rope_head_dim", "v_head_dim")
+
+
 def rules(c: Config) -> list[Needs | Divides]:
     """Checked in this order: an error may take the rows before it for granted. All conditions are computed first, with
     the defaults that `complete` has filled in."""
@@ -440,12 +445,8 @@ def rules(c: Config) -> list[Needs | Divides]:
 def rules_of_the_model(c: Config) -> list[Needs | Divides]:
     model, grid, more_ranks = c.model, c.grid, ", or start more ranks (torchrun --nproc_per_node)"
     return [
-        *(Needs(setting, model.experts, "--experts") for setting in (
-            "--top-k", "--expert-ffn", "--shared-experts", "--dense-layers", "--router", "--router-norm",
-            "--router-scale", "--expert-groups", "--top-groups", "--ep", "--aux-loss", "--aux-over", "--router-z-loss",
-            "--bias-rate")),
-        *(Needs(setting, model.kv_lora_rank, "--kv-lora-rank: latent attention") for setting in (
-            "--q-lora-rank", "--rope-head-dim", "--v-head-dim")),
+        *(Needs(flag(name), model.experts, "--experts") for name in OF_EXPERTS),
+        *(Needs(flag(name), model.kv_lora_rank, "--kv-lora-rank: latent attention") for name in OF_LATENTS),
         Divides("--heads", 0 if c.before_defaults["head_dim"] else model.hidden, "--hidden", ", or set --head-dim"),
         Divides("--kv-heads", model.heads, "--heads"),
         Divides("--expert-groups", model.experts, "--experts"),
@@ -640,24 +641,30 @@ def choose_micro_batches(share: int, seq: int, grid: Grid) -> int:
 
 
 def check_schedule(c: Config) -> None:
-    for size, _ in c.batch.ramp():
+    """Check that the schedule has a plan for every size of a ramp. An error names what was asked for, not the
+    micro-batch that follows from it."""
+    grid, batch = c.grid, c.batch
+    for size, _ in batch.ramp():
+        micro_batches = size // grid.dp // batch.micro_batch
         try:
-            plan_of(c.grid, size // c.grid.dp // c.batch.micro_batch)
+            plan_of(grid, micro_batches)
         except ValueError as error:
-            raise ValueError(f"--micro-batch {c.batch.micro_batch} at {size} sequences per step: {error}") from None
+            asked = ["schedule", "pp", "pp_group", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
+            flags = [f"{flag(name)} {c.before_defaults[name]}" for name in asked if c.before_defaults[name]]
+            least = SCHEDULES[grid.schedule].least * grid.pp
+            enough = least * grid.dp * (c.before_defaults["micro_batch"] or 1)
+            hint = f": use {enough} or more sequences per step" if micro_batches < least else ""
+            raise ValueError(f"{' '.join(flags)}: {error}{hint}") from None
 
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
 
-def comma_separated_numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
-
-
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """`@file` becomes the flags in it, `--global_batch=8` becomes `--global-batch=8`. inside: the files being read."""
-    out = []
+    """`@file` becomes the flags in it, but for the value of a flag, as in `--sample @dataclass`; `--global_batch=8`
+    becomes `--global-batch=8`. inside: the files being read."""
+    out: list[str] = []
     for argument in arguments:
-        if argument.startswith("@"):
+        if argument.startswith("@") and not (out and takes_one_value(out[-1])):
             path = argument[1:]
             need(os.path.isfile(path), f"{argument}: there is no file {path}")
             need(path not in inside, f"{argument}: the file reads itself")
@@ -672,6 +679,12 @@ def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
     return out
 
 
+def takes_one_value(word: str) -> bool:
+    """Whether this is a flag of train.py whose value is the next word."""
+    field = FIELDS.get(name_of(word)) if word.startswith("--") else None
+    return field is not None and field.type not in (bool, list)
+
+
 EXIT_CODES = ("Exit codes: 0: done, or saved and ended as asked (SIGTERM, Ctrl-C, --time-limit); 1: a rank failed, and "
               "the last line of train.py says why; 2: these flags, this data or this checkpoint cannot run; 128 + the "
               "signal's number: a second signal. Under torchrun every code but 0 becomes 1.")
@@ -679,12 +692,17 @@ EXIT_CODES = ("Exit codes: 0: done, or saved and ended as asked (SIGTERM, Ctrl-C
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        if message.endswith("expected one argument"):
+            name = message.partition(":")[0]
+            message += f"; one that begins with - is written as {name}=VALUE"
+        raise ValueError(message)
 
 
 def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train a Llama-style model.",
                 usage: str = "torchrun --nproc_per_node=8 train.py [flags] [@file of flags]") -> Parser:
-    """One flag a field. What is not given stays absent, so that a preset knows what it may fill."""
+    """One flag a field; values stay as they were typed, for `read_value`. What is not given stays absent, so that a
+    preset knows what it may fill."""
     parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description,
                     epilog=EXIT_CODES if sections is SECTIONS else None)
     for name, section in sections.items():
@@ -695,43 +713,85 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train 
                 kwargs, default = dict(action=argparse.BooleanOptionalAction), "on" if default else "off"
             elif f.type is list:
                 kwargs, default = dict(nargs="*", metavar="PATH"), ""
-            elif f.type is tuple:
-                kwargs, default = dict(type=comma_separated_numbers, metavar="TUPLE"), ",".join(map(str, default))
             else:
-                kwargs = dict(type=f.type, choices=choices, metavar=None if choices else f.type.__name__.upper())
+                kwargs = dict(metavar=f"{{{','.join(map(str, choices))}}}" if choices else f.type.__name__.upper())
+                if f.type is tuple:
+                    default = ",".join(map(str, default))
             shown = "" if default == "" else f" [{default}]"
             group.add_argument(flag(f.name), help=f.metadata["help"] + shown, **kwargs)
     return parser
 
 
+def read_value(field: Field, typed: str) -> Any:
+    """The value of a flag. Raises ValueError, with what would work, for what is none."""
+    asked, choices = f"{flag(field.name)} {typed}", field.metadata["choices"]
+    if choices:
+        by_name = {str(choice): choice for choice in choices}
+        need(typed in by_name, f"{asked}: use one of {', '.join(by_name)}")
+        return by_name[typed]
+    try:
+        return tuple(map(float, typed.split(","))) if field.type is tuple else field.type(typed)
+    except ValueError:
+        what = {int: "a whole number", float: "a number", tuple: "numbers with commas between them"}[field.type]
+        such = f", such as {','.join(map(str, field.default))}" if field.type is tuple else ""
+        raise ValueError(f"{asked}: write {what}{such}") from None
+
+
+def read_flags(parser: Parser, declared: dict[str, Field], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(name -> value of each flag that is given, the other words). Raises ValueError for what is no value."""
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        field = declared.get(name_of(name).removeprefix("no_")) if equals and name.startswith("--") else None
+        if field and field.type is bool:
+            raise ValueError(f"{argument}: takes no value: write {flag(field.name)} or --no-{flag(field.name)[2:]}")
+    given, rest = parser.parse_known_args(arguments)
+    return {name: read_value(declared[name], typed) if isinstance(typed, str) else typed
+            for name, typed in vars(given).items()}, rest
+
+
 def read(arguments: list[str]) -> dict[str, Any]:
     """The settings that a command line gives: name -> value. Raises ValueError for what is no setting or no value."""
-    given, unknown = make_parser().parse_known_args(expand(arguments))
+    given, unknown = read_flags(make_parser(), FIELDS, expand(arguments))
     if unknown:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], map(flag, FIELDS), 1, 0.7)
         raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
-    return vars(given)
+    return given
 
 
 def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, list[str]]:
     """Flags that a command has besides those of train.py, or in their place, declared in a dataclass as settings are.
     Returns an instance of it, and what else the command line has. Raises ValueError for what is no value."""
-    given, rest = make_parser({"flags": section}, "", usage).parse_known_args(arguments)
-    return section(**vars(given)), rest
+    declared = {f.name: f for f in fields(section)}
+    given, rest = read_flags(make_parser({"flags": section}, "", usage), declared, arguments)
+    return section(**given), rest
 
 
-def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None = None) -> Config:
+def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None = None, owner: str = "") -> Config:
     """The complete and checked settings of a run on `world` ranks (but for --grid auto's grid: see check_grid).
-    inherited: settings that flags override, in place of the preset's. Raises ValueError, one line, for what cannot
-    run."""
+
+    inherited: settings that flags override, in place of the preset's; owner: whose they are, for errors. Where a flag
+    leaves out experts or latent attention, what is inherited of them goes, too. Raises ValueError, one line, for what
+    cannot run.
+    """
     flags = read(arguments)
     assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), "run/start.py reads these"
     preset = flags.get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
-    values = (PRESETS[preset] if inherited is None else inherited) | flags
+    if inherited is None:
+        inherited, owner = PRESETS[preset], f"of --preset {preset}"
+    left_out = [*(OF_EXPERTS if flags.get("experts") == 0 else ()),
+                *(OF_LATENTS if flags.get("kv_lora_rank") == 0 else ())]
+    inherited = {name: value for name, value in inherited.items() if name not in left_out}
+    values = inherited | flags
     config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
                        for name, section in SECTIONS.items()})
     config.arguments = list(arguments)
     config.before_defaults = {name: config.value(name) for name in FIELDS}  # `complete` changes none of these in place
-    complete(config, world)
+    try:
+        complete(config, world)
+    except ValueError as error:
+        name = name_of(str(error)).rstrip(":")
+        if owner and name in inherited and name not in flags:
+            raise ValueError(f"{error} ({flag(name)} is {owner}: give another)") from None
+        raise
     return config

@@ -200,8 +200,7 @@ def why_none_fits(run: Run, gpus: int, given: Mapping[str, Any], rejected: Count
 
 def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[str, Any]:
     """Those of these settings that command line arguments give: name -> value."""
-    flags, _ = config.make_parser().parse_known_args(config.expand(arguments))
-    return {name: value for name, value in vars(flags).items()
+    return {name: value for name, value in config.read(arguments).items()
             if name in names and (name, value) not in (("dp", -1), ("micro_batch", 0))}
 
 

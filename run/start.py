@@ -45,7 +45,7 @@ GPUS = "/proc/driver/nvidia/gpus"  # a folder for each GPU of this machine
 def parse(arguments: list[str], world: int = 1) -> Config:
     """config.parse, with what these flags inherit. Raises ValueError also for a checkpoint that cannot be resumed, and
     for an --export-hf that could not be written after the last step."""
-    flags, inherited, model = config.read(arguments), None, {}
+    flags, inherited, owner, model = config.read(arguments), None, "", {}
     resume = flags.get("resume", "")
     for name, value in flags.items():
         need("\0" not in "".join(value if isinstance(value, list) else [str(value)]), f"{flag(name)}: has a NUL byte")
@@ -54,18 +54,13 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     resumed = resumed_run(resume, flags.get("out", ""))
     if resumed:  # with another number of ranks, too: the data axis fills
         inherited = resumed["settings"] | dict(dp=-1) | PRESETS.get(flags.get("preset"), {})
-        model = resumed["model"]
+        model, owner = resumed["model"], "the checkpoint's"
     else:
         arguments = [*arguments, *(["--resume="] if "resume" in flags else [])]  # there is nothing to resume
         if folder := flags.get("init_from"):
             inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
-    try:
-        settings = config.parse(arguments, world, inherited)
-    except ValueError as error:
-        name = str(error).split()[0].removeprefix("--").rstrip(":").replace("-", "_")
-        if resumed and name in inherited and name not in flags:
-            raise ValueError(f"{error} ({flag(name)} is the checkpoint's: give another)") from None
-        raise
+            owner = f"of --init-from {folder}"
+    settings = config.parse(arguments, world, inherited, owner)
     check_paths(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
         huggingface.check_weights(settings.run.init_from, settings.model, settings.run.insist)
