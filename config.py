@@ -724,7 +724,7 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train 
 
 def read_value(field: Field, typed: str) -> Any:
     """The value of a flag. Raises ValueError, with what would work, for what is none."""
-    asked, choices = f"{flag(field.name)} {typed}", field.metadata["choices"]
+    asked, choices = f"{flag(field.name)} {typed or repr(typed)}", field.metadata["choices"]
     if choices:
         by_name = {str(choice): choice for choice in choices}
         need(typed in by_name, f"{asked}: use one of {', '.join(by_name)}")
