@@ -1,8 +1,10 @@
 """A wrong command line is answered with one line that names the flag, its value and what would work."""
+import importlib
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +13,7 @@ from program import ROOT, python
 from torch.distributed.run import get_args_parser
 
 import config
+from plan import costs
 from run import start
 
 LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
@@ -30,7 +33,17 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (8, "--batch-ramp 16@0,20@9", "--batch-ramp 20 is not a multiple of --dp 8"),
     (1, "--betas 0.9", "--betas 0.9: write two numbers from 0 to below 1, such as 0.9,0.95"),
     (1, "--betas 0.9,1", "--betas 0.9,1.0: write two numbers from 0 to below 1"),
-    (1, "--betas 0.9,x", "--betas: invalid comma_separated_numbers value: '0.9,x'"),
+    (1, "--betas 0.9,x", "--betas 0.9,x: write numbers with commas between them, such as 0.9,0.95"),
+    (1, "--lr -1e-3", "--lr: expected one argument; one that begins with - is written as --lr=VALUE"),
+    (1, "--preset deepseek-v3 --layers 2",
+     "--dense-layers 3 needs more --layers than these (--dense-layers is of --preset deepseek-v3: give another)"),
+    (2, "--pp 2 --schedule dualpipev --global-batch 3", "--schedule dualpipev --pp 2 --global-batch 3: 3 micro-batches: "
+     "schedule dualpipev needs at least 4 on 2 ranks: use 4 or more sequences per step"),
+    (4, "--pp 2 --schedule dualpipev --micro-batch 3 --global-batch 18",
+     "--schedule dualpipev --pp 2 --micro-batch 3 --global-batch 18: 3 micro-batches: schedule dualpipev needs at least 4 "
+     "on 2 ranks: use 24 or more sequences per step"),
+    (4, "--pp 4 --schedule interleaved --layers 8 --pp-group 3",
+     "--schedule interleaved --pp 4 --pp-group 3 --global-batch 16: groups of 3 of 8 micro-batches on 4 ranks would"),
     (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
     *((1, f"--data {__file__} {__file__} --data-weights {weights}", f'--data-weights "{weights}": write a whole ')
       for weights in ("3", "3,1,1", "3,0", "0.7,0.3", "3,-1", "3,", "9999,2")),
@@ -54,7 +67,8 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (1, "--export-hf /proc/hf --out run", "--export-hf /proc/hf: /proc cannot be written to: No such file"),
     (1, "--metrics a --out a", "--metrics a: is the folder of --out or --export-hf, name a file"),
     (1, "--profile /proc/a/b", "/proc/a/b: /proc cannot be written to: No such file or directory"),
-    (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9", "--micro-batch 1 at 7 "),
+    (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9",
+     "--schedule dualpipev --pp 4 --micro-batch 1 --batch-ramp 8@0,7@9: 7 micro-batches: "),
     *((8, line, "") for line in (  # what another part of a rule refuses than in REFUSED
         f"{LATENT} --rope-head-dim 32", f"{LATENT} --cp 2 --cp-style ulysses", f"{LATENT} --qkv-bias",
         "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1", "--no-fp8-ends --layers 3", "--chunks 2",
@@ -144,11 +158,81 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     flag, wrong = config.flag(field.name), "1.5" if field.type is int else "soon"
     outside = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)
     refused = {value: f"^{flag} {field.type(value)}\\b" for value in outside}
-    refused[wrong] = f"^{flag}: invalid {field.type.__name__} value: '{wrong}'$"
+    refused[wrong] = f"^{flag} {wrong}: write a {'whole ' * (field.type is int)}number$"
     refused[str(field.metadata["most"] + 1)] = f"^{flag} .*: must be at most "
     for value, says in refused.items():
         assert re.search(says, what_is_said(f"{others} {flag} {value}", ranks))
     assert field.name in POSITIVE or not what_is_said(f"{others} {flag} 0", ranks)
+
+
+def no_values(field) -> list[tuple[list[str], str]]:
+    """Words that give a flag what is no value of it, and how the error begins."""
+    name = config.flag(field.name)
+    if field.type is bool:
+        return [([f"{switch}=yes"], f"{switch}=yes: ") for switch in (name, f"--no-{name[2:]}")]
+    if field.type is list:
+        return [([name, "no/such/path"], f"{name} no/such/path: ")]
+    if field.type is str and not field.metadata["choices"]:  # but for this every text may be one
+        return [([f"{name}=a\0b"], f"{name}: has a NUL byte")]
+    out = [([name, "a value"], f"{name} a value: "), ([f"{name}=@x"], f"{name} @x: "), ([name, "@x"], f"{name} @x: "),
+           ([f"{name}="], f"{name} '': "), ([name.replace("-", "_").replace("__", "--"), "1x"], f"{name} 1x: ")]
+    return [*out, ([name], f"{name}: ")]
+
+
+@pytest.mark.parametrize("field", config.FIELDS.values(), ids=lambda field: field.name)
+def test_what_is_no_value_is_one_line_that_begins_with_the_flag_and_the_value(field, monkeypatch, capsys):
+    """And exit code 2, and no name that nobody can type."""
+    for words, begin in no_values(field):
+        with patch.object(os, "_exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+            command_line(monkeypatch, 1, words)
+        ended.assert_called_once_with(2)
+        said = capsys.readouterr().err
+        assert said.startswith(f"train.py: {begin}") and said.count("\n") == 1
+        assert not re.search(r"\w_\w|\bint\b|\bfloat\b|\btuple\b|<|Error", said.removeprefix(f"train.py: {begin}"))
+        choices = map(str, field.metadata["choices"] or [])
+        assert all(re.search(rf"[ {{]{re.escape(choice)}(,|$)", said, re.MULTILINE) for choice in choices) or words == [
+            config.flag(field.name)]
+
+
+COMMANDS = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.glob("*/*.py"))
+            if re.search("^class Flags:", path.read_text(), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_no_value_of_another_commands_flag_is_one_line_too(command):
+    """These declare their flags as train.py does its own."""
+    flags = importlib.import_module(command).Flags
+    for field in fields(flags):
+        for words, begin in no_values(field) if field.type not in (bool, list) else ():
+            if "_" not in words[0] and "\0" not in words[0]:  # what only train.py takes, or refuses
+                with pytest.raises(ValueError, match=f"^{re.escape(begin)}[^\n]+$"):
+                    config.read_known(flags, words, "usage")
+    wrong = [field for field in fields(flags) if field.metadata["choices"] or field.type in (int, float)]
+    if wrong and not command.startswith("bench."):  # which python -m bench starts, on GPUs
+        program, name = command.removesuffix(".__main__"), config.flag(wrong[0].name)
+        done = python("-m", program, name, "a value")
+        assert done.returncode == 2 and re.fullmatch(rf"{program}: {name} a value: [^\n]+\n", done.stderr)
+
+
+def test_the_value_of_a_flag_may_begin_with_an_at_sign(tmp_path):
+    """As decorators do. Elsewhere it begins the name of a file of flags, also after the paths of a list."""
+    file = tmp_path / "flags"
+    file.write_text("--seq 8 --sample\n@property")
+    for words in ["--sample", "@dataclass"], ["--sample=@dataclass"]:
+        assert config.parse(words).run.sample == "@dataclass"
+    parsed = config.parse(["--tied", f"@{file}", "--data", __file__, f"@{file}"])
+    assert (parsed.batch.seq, parsed.run.sample, parsed.data.data) == (8, "@property", [__file__])
+
+
+@pytest.mark.parametrize("preset", [name for name, values in config.PRESETS.items() if values.get("experts")])
+def test_without_experts_a_preset_is_its_dense_model(preset):
+    """Whatever else it says of them. So it is without latent attention."""
+    dense = config.parse(["--preset", preset, "--experts", "0"])
+    assert costs.parameters(dense.model).experts == dense.model.shared_experts == dense.optim.bias_rate == 0
+    assert dense.model.ffn == config.PRESETS[preset]["ffn"]
+    if dense.model.kv_lora_rank:
+        heads = config.parse(["--preset", preset, "--kv-lora-rank", "0"]).model
+        assert costs.attention_elements(heads) == heads.hidden * 4 * heads.heads * heads.head_dim
 
 
 @pytest.mark.parametrize("ranks, line", [  # what is just outside is in REFUSED
@@ -299,9 +383,9 @@ def test_without_a_standard_output_and_a_current_folder_a_mistake_is_one_line(tm
     assert (done.returncode, done.stderr) == (2, "train.py: the current folder: No such file or directory\n")
 
 
-def command_line(monkeypatch, ranks: int, line: str, **environment: str) -> config.Config:
+def command_line(monkeypatch, ranks: int, line: str | list[str], **environment: str) -> config.Config:
     monkeypatch.setattr(os, "environ", LAUNCHED | dict(WORLD_SIZE=str(ranks)) | environment)
-    monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
+    monkeypatch.setattr("sys.argv", ["train.py", *(line.split() if isinstance(line, str) else line)])
     return start.from_command_line()
 
 
