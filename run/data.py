@@ -66,6 +66,7 @@ MAGIC, MAGIC_MASKED = b"penterac", b"pentmask"  # the second: of a file that was
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
 CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML_MARKERS = "<|im_start|>", "<|im_end|>"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -497,14 +498,20 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
 
 
 def renderer(tokenizer_path: str) -> Callable[..., str]:
-    """A function that makes text of messages, by the chat template beside the tokenizer or else ChatML."""
+    """Return a function that makes text of messages, by the chat template beside the tokenizer or else ChatML. Raises
+    ValueError if the tokenizer lacks ChatML's markers: pieces of a marker would be learned as text."""
     from transformers import PreTrainedTokenizerFast
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(tokenizer_path).parent, local_files_only=True)
     except Exception as error:  # of damaged files the library raises anything
         raise ValueError(f"{tokenizer_path}: its chat template cannot be read: {error}".splitlines()[0]) from None
-    return partial(tokenizer.apply_chat_template, tokenize=False,
-                   chat_template=None if tokenizer.chat_template else CHATML)
+    if tokenizer.chat_template:
+        return partial(tokenizer.apply_chat_template, tokenize=False)
+    missing = [marker for marker in CHATML_MARKERS if marker not in tokenizer.get_vocab()]
+    need(not missing, f"{tokenizer_path}: has no token {' and no token '.join(missing)}, and no chat template lies "
+         "beside it: put the model's chat_template.jinja or tokenizer_config.json there, or use a tokenizer with these "
+         "tokens")
+    return partial(tokenizer.apply_chat_template, tokenize=False, chat_template=CHATML)
 
 
 def conversations(file: Path, render: Callable[..., str]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
