@@ -469,7 +469,22 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
         raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
 
 
-USAGE = "python -m run.checkpoint export CKPT FOLDER [--dtype bf16|fp16|fp32]"
+def newest_whole(path: str) -> Path:
+    """The checkpoint at this path, or the newest undamaged one in this folder; damaged ones are named on stderr. Raises
+    ValueError if there is none."""
+    found = start.checkpoints_at(path, path)
+    for checkpoint in found:
+        try:
+            verify(checkpoint)
+            return checkpoint
+        except ValueError as error:
+            if checkpoint is found[-1]:
+                raise
+            print(f"run.checkpoint: {error}: passed over", file=sys.stderr)
+
+
+USAGE = ("python -m run.checkpoint export CKPT FOLDER [--dtype bf16|fp16|fp32], where CKPT is a checkpoint or a folder "
+         "of them")
 
 
 @dataclass
@@ -482,8 +497,9 @@ def main() -> None:
         flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
         need(words[:1] == ["export"] and len(words) == 3, f"usage: {USAGE}")
         _, path, folder = words
-        verify(Path(path))
-        export(Path(path), folder, flags.dtype)
+        checkpoint = newest_whole(path)
+        export(checkpoint, folder, flags.dtype)
+        print(f"exported {checkpoint} to {folder}")
     except (ValueError, OSError) as error:
         start.refuse(error, "run.checkpoint")
 

@@ -181,6 +181,14 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     return sorted((path for path in found if step_of(path) >= 0), key=step_of, reverse=True)
 
 
+def checkpoints_at(path: str, what: str) -> list[Path]:
+    """The checkpoint at this path or those in this folder, newest first. what: how an error calls the path. Raises
+    ValueError if there is none."""
+    found = [Path(path)] if Path(path, "run.json").is_file() else checkpoints_in(path)
+    need(found != [], f"{what}: is no checkpoint, and no folder that has any")
+    return found
+
+
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name; -1 if it is no such name."""
     digits = path.name.removeprefix("step-")
@@ -194,11 +202,7 @@ def candidates(resume: str, out: str) -> list[Path]:
     if resume == "auto":
         need(out != "", "--resume auto needs --out, the folder to look in")
         return checkpoints_in(out)
-    if Path(resume, "run.json").is_file():
-        return [Path(resume)]
-    found = checkpoints_in(resume)
-    need(found != [], f"--resume {resume}: is no checkpoint, and no folder that has any")
-    return found
+    return checkpoints_at(resume, f"--resume {resume}")
 
 
 def resumed_run(resume: str, out: str) -> dict | None:
