@@ -7,7 +7,6 @@ Docstrings and comments are on the left, the code that they are about on the rig
 to where it is defined; resting on it shows the first lines. The index is the playbook's table of contents, from
 docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
 """
-import argparse
 import ast
 import builtins
 import io
@@ -24,6 +23,8 @@ from datetime import date
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
+
+from learn import Parser
 
 ROOT = Path(__file__).parent.parent
 DEMOS = ROOT / "docs" / "demos.json"
@@ -275,7 +276,7 @@ def run_demos() -> Iterator[tuple[str, str]]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("learn.pages", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "pages")
     parser.add_argument("--demos", action="store_true")
     asked = parser.parse_args(arguments)

@@ -7,19 +7,27 @@
     python -m learn.puzzles ring-attention --reveal     what the repository has there
     python -m learn.puzzles bug-17              a copy with one line changed, and how a test fails: where is it?
 
-Your files are not touched: all is in puzzles/, or --in FOLDER. Bugs are those of tests/data/planted.toml.
+Your files are not touched: all is in puzzles/, or --in FOLDER. Bugs are those of tests/data/planted.toml. A test takes
+from a few seconds to a minute, and needs what requirements-test.txt lists. The exit code is 0 where there is nothing to
+mend, 1 while the test fails, and 2 where the command cannot be carried out.
 """
 import argparse
 import ast
 import importlib.util
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from learn import Parser
+
 ROOT = Path(__file__).parent.parent
+HOME = ROOT / "puzzles"  # where copies are, unless --in says otherwise
 BLANK = "raise NotImplementedError('this is the puzzle')"
 
 
@@ -103,9 +111,13 @@ PUZZLES = {
 }
 
 
+def planted_bugs() -> list[dict]:
+    return tomllib.loads((ROOT / "tests" / "data" / "planted.toml").read_text())["bug"]
+
+
 def find(name: str) -> Puzzle | dict:
     """Raises ValueError for a name that there is not."""
-    bugs = tomllib.loads((ROOT / "tests" / "data" / "planted.toml").read_text())["bug"]
+    bugs = planted_bugs()
     if name in PUZZLES:
         return PUZZLES[name]
     number = name.removeprefix("bug-")
@@ -139,32 +151,88 @@ def load_passages():
     return module
 
 
+def next_name(name: str) -> str:
+    """The puzzle that follows this one: bugs follow the last function, and nothing ("") follows the last bug."""
+    names = [*PUZZLES, *(f"bug-{number}" for number in range(1, len(planted_bugs()) + 1)), ""]
+    return names[names.index(name) + 1]
+
+
+def is_left_out(path: Path, copied_to: Path) -> bool:
+    """Whether a copy of the project does without this file or folder: it is hidden or a cache; or it is the copy itself
+    or an earlier one, which may be anywhere in the project; or it lies beside our folders and has neither code nor
+    pages, such as an environment, a corpus or the checkpoints of a run."""
+    if path.name.startswith(".") or path.name == "__pycache__":
+        return True
+    if not path.is_dir():
+        return False
+    if path.resolve() == copied_to.resolve() or (path / "learn" / "puzzles.py").exists():
+        return True
+    return path.parent == ROOT and not any(path.glob("*.py")) and not any(path.glob("*.md"))
+
+
 def copy(puzzle: Puzzle | dict, folder: Path) -> None:
-    """The project in the folder, with the puzzle in it."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "puzzles"))
+    """The project in the folder, with the puzzle in it. The folder may be inside the project."""
+    def left_out(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if is_left_out(Path(parent, name), folder)]
+
+    shutil.copytree(ROOT, folder, ignore=left_out, symlinks=True)
     file = folder / (puzzle.file if isinstance(puzzle, Puzzle) else puzzle["file"])
     source = file.read_text()
     file.write_text(blanked(source, puzzle.function) if isinstance(puzzle, Puzzle)
                     else load_passages().replace(source, puzzle["symbol"], puzzle["old"], puzzle["new"]))
 
 
-def judge(puzzle: Puzzle | dict, folder: Path) -> subprocess.CompletedProcess:
-    """Runs the test. Raises ValueError if it has not ended after five minutes, as where a rank waits for ever."""
-    test = puzzle.test if isinstance(puzzle, Puzzle) else puzzle["test"]
+def test_of(puzzle: Puzzle | dict) -> str:
+    return puzzle.test if isinstance(puzzle, Puzzle) else puzzle["test"]
+
+
+def judge(puzzle: Puzzle | dict, folder: Path) -> tuple[bool, str]:
+    """(whether the test passes, the last lines that it prints). Raises ValueError if it has not ended after five
+    minutes, which is the case where a rank waits for ever."""
+    test = test_of(puzzle)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "", test]
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
         raise ValueError(f"{test}: has not ended after five minutes; perhaps a rank waits for ever") from None
+    lines = (done.stdout + done.stderr).rstrip().splitlines()  # pytest complains of flags and of conftest.py on stderr
+    passes = done.returncode == 0 and re.search(r"\b[1-9]\d* passed", done.stdout)  # 0 also where all were skipped
+    return bool(passes), "\n".join(lines[-25:])
+
+
+def attempt(name: str, puzzle: Puzzle | dict, asked: argparse.Namespace) -> int:
+    """Make the copy if it is not there yet, else run the test in it. Returns the exit code."""
+    is_bug, folder = not isinstance(puzzle, Puzzle), asked.folder / name
+    command = "python -m learn.puzzles"
+    where = "" if asked.folder == HOME else f" --in {shlex.quote(str(asked.folder))}"
+    if find_spec("pytest") is None or find_spec("xdist") is None:
+        raise ValueError("puzzles are judged by pytest: pip install -r requirements-test.txt")
+    if asked.folder.exists() and not asked.folder.is_dir():
+        raise ValueError(f"--in {asked.folder}: is a file, name a folder")
+    if not folder.exists():
+        copy(puzzle, folder)
+        task = "one line of some file is wrong" if is_bug else f"write {puzzle.function} in {puzzle.file}"
+        print(f"{folder}: {task}, then run this command again")
+        if not is_bug:
+            return 0
+    print(f"running {test_of(puzzle)} in {folder}, which takes from a few seconds to a minute", flush=True)
+    passes, printed = judge(puzzle, folder)
+    if not passes:
+        print(f"{printed}\nnot solved yet; for a hint: {command} {name} --hint{where}")
+        return 1
+    following = next_name(name)
+    print("solved" + (f"; the next one: {command} {following}{where}" if following else "; it was the last one"))
+    return 0
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--hint", action="store_true")
-    parser.add_argument("--reveal", action="store_true")
-    parser.add_argument("--in", dest="folder", type=Path, default=ROOT / "puzzles")
+    parser = Parser("learn.puzzles", __doc__)
+    parser.add_argument("name", nargs="?", help="of a puzzle, or bug-N; without a name all puzzles are listed")
+    parser.add_argument("--list", action="store_true", help="list all puzzles")
+    parser.add_argument("--hint", action="store_true", help="print the next hint")
+    parser.add_argument("--reveal", action="store_true", help="print the solution")
+    parser.add_argument("--in", dest="folder", metavar="FOLDER", type=Path, default=HOME,
+                        help="where copies of the project are made [puzzles/]")
     asked = parser.parse_args(arguments)
     if asked.list or not asked.name:
         for name, puzzle in PUZZLES.items():
@@ -184,15 +252,7 @@ def main(arguments: list[str]) -> int:
         if folder.exists():
             seen.write_text(str(number + 1))
     else:
-        if not folder.exists():
-            copy(puzzle, folder)
-            where = "one line of some file is wrong" if is_bug else f"write {puzzle.function} in {puzzle.file}"
-            print(f"{folder}: {where}, then run this command again")
-            if not is_bug:
-                return 0
-        done = judge(puzzle, folder)
-        print("\n".join(done.stdout.splitlines()[-25:]) if done.returncode else "solved")
-        return min(1, done.returncode)
+        return attempt(asked.name, puzzle, asked)
     return 0
 
 
@@ -200,5 +260,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
-        print(f"puzzles: {error}", file=sys.stderr)
+        print(f"learn.puzzles: {error}", file=sys.stderr)
         sys.exit(2)
