@@ -1,13 +1,18 @@
-"""The pictures of the README and of the files' companions, made by the code that they show.
+"""The pictures of the README, of docs/RUNNING.md and of the pages, made by the code that they show.
 
-    python -m learn.pictures                        all of them, in docs/pictures/ (about two minutes on two cores)
-    python -m learn.pictures grid schedules         these
-    python -m learn.pictures loss a.jsonl b.jsonl   losses of runs with --metrics beside each other, in loss.svg
+    python -m learn.pictures                        list the pictures, and how long each takes
+    python -m learn.pictures grid schedules         draw these two, in pictures/, or in --out FOLDER
+    python -m learn.pictures all                    draw every picture of the list
+    python -m learn.pictures loss a.jsonl b.jsonl   draw the losses of runs with --metrics, beside each other
 
-Each function below draws one, and its first line says what there is to see. Numbers are those of plan/, schedules.py
-and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
+Each function below draws one picture, and its first line says what there is to see. The numbers are computed by plan/,
+schedules.py and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
+
+docs/pictures/ holds the pictures that are published. Whoever changes what they show draws them again, by
+`python -m learn.pictures NAME --out docs/pictures`.
 """
 import argparse
+import inspect
 import io
 import json
 import multiprocessing
@@ -15,15 +20,22 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
 from pydoc_data import topics
+from typing import NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    print("learn.pictures: matplotlib is missing: pip install -r requirements-test.txt", file=sys.stderr)
+    sys.exit(2)
 import torch
 import torch.nn.functional as F
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch.distributed import TCPStore
 
@@ -35,15 +47,15 @@ from collectives import ALONE
 from config import need
 from cp import own_chunks
 from groups import build_groups
+from learn import Parser
 from param import Spec, draw, parameter
 from plan import costs, machines, predict, published, search, time
 from plan.__main__ import overlaps
-from run import start
 from run.data import open_samples
 from run.meter import Meter
 from run.timeline import svg
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+FOLDER = Path(__file__).parent.parent / "pictures"  # where they are drawn unless --out says otherwise; git ignores it
 COLORS = {"dp": "#4c78a8", "cp": "#2a9d8f", "tp": "#e07b39", "pp": "#8e5ea2", "ep": "#c8443c"}
 KINDS = {"weights": "#4c78a8", "gradients": "#54a24b", "optimizer": "#e0a030", "activations": "#c8443c",
          "temporaries": "#999999"}
@@ -55,16 +67,15 @@ matplotlib.rcParams.update({
     "font.family": ["DejaVu Sans", "sans-serif"], "figure.constrained_layout.use": True})
 
 
-def save(figure, name: str) -> None:
-    """Save as SVG: white background, readable on dark pages; no date, so that equal pictures are equal files."""
-    FOLDER.mkdir(exist_ok=True)
+def as_svg(figure: Figure) -> str:
+    """White background, readable on dark pages; no date, so that equal pictures are equal files."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
     pyplot.close(figure)
     text = re.sub(r'<!--.*?-->| id="(text|patch|line2d|xtick|ytick|axes|figure|legend)_[0-9]+"', "", text.getvalue(),
                   flags=re.DOTALL)
     text = re.sub(r'"[^"]*"', lambda attribute: re.sub(r"(\.[0-9])[0-9]+", r"\1", attribute[0]), text)  # of a point
-    (FOLDER / f"{name}.svg").write_text(re.sub(r"\s*\n\s*", "\n", text), encoding="utf-8")
+    return re.sub(r"\s*\n\s*", "\n", text)
 
 
 def bare(axes, x: tuple[float, float], y: tuple[float, float]) -> None:
@@ -88,7 +99,7 @@ def box(axes, x: float, y: float, width: float, height: float, text: str = "", c
 
 # ---- the grid and its schedules -------------------------------------------------------------------------------------
 
-def grid() -> None:
+def grid() -> Figure:
     """Sixteen ranks as pp 2 x dp 2 x cp 2 x tp 2, numbered as train.py does, with experts over ep 4."""
     figure, axes = pyplot.subplots(figsize=(9, 4.9))
     numbers = torch.arange(16).view(2, 2, 2, 2)  # pp, dp, cp, tp: the last varies fastest
@@ -117,28 +128,28 @@ def grid() -> None:
         axes.text(-.25, -.85 - i * .48, axis, color=COLORS[axis], weight="bold")
         axes.text(.45, -.85 - i * .48, note)
     bare(axes, (-.5, 12.2), (-3.1, 6.7))
-    save(figure, "grid")
+    return figure
 
 
-def timelines(name: str, which: list[str]) -> None:
+def timelines(which: list[str]) -> str:
     panels = {}
     for schedule in which:
         made = schedules.make_plan(schedule, 4, 8)
         panels[schedule] = schedules.simulate(made, schedules.Costs(*[4 / made.stages] * 3))
-    (FOLDER / f"{name}.svg").write_text(svg(panels))
+    return svg(panels)
 
 
-def timeline() -> None:
+def timeline() -> str:
     """What a pipeline schedule improves: less idle time, or fewer saved activations."""
-    timelines("timeline", ["afab", "1f1b", "interleaved", "zb-v"])
+    return timelines(["afab", "1f1b", "interleaved", "zb-v"])
 
 
-def all_schedules() -> None:
+def all_schedules() -> str:
     """Every schedule for four ranks and eight micro-batches, on one time scale."""
-    timelines("schedules", list(schedules.SCHEDULES))
+    return timelines(list(schedules.SCHEDULES))
 
 
-def bubble() -> None:
+def bubble() -> Figure:
     """More micro-batches make every bubble smaller; zero-bubble schedules start smaller."""
     figure, axes = pyplot.subplots(figsize=(8.6, 3.6))
     counts = range(16, 129, 8)
@@ -152,7 +163,7 @@ def bubble() -> None:
     axes.set(xlabel="micro-batches per step", ylabel="% of the step", xticks=range(16, 129, 16), ylim=0,
              title="The bubble on 8 pipeline ranks, if F, I and W take equally long")
     axes.legend(ncols=2)
-    save(figure, "bubble")
+    return figure
 
 
 # ---- memory and step time, as plan/ predicts them -----------------------------------------------------------------
@@ -175,7 +186,7 @@ def stacked(axes, bars: dict[str, dict[str, float]], title: str, limit: float = 
         axes.axvline(limit, color="black", lw=1, ls=":")
 
 
-def memory() -> None:
+def memory() -> Figure:
     """What fills a GPU, by ZeRO level, sequence length, recomputation and grid; dotted: the 80 GB of an H100."""
     def of(**request) -> dict[str, float]:
         return time.needed_memory(predict.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
@@ -195,10 +206,10 @@ def memory() -> None:
                          for dp, tp, pp, cp, zero in grids}, "Llama 3.1 70B on 256 GPUs, by grid", 80)
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in KINDS.values()]
     figure.legend(handles, KINDS, loc="outside lower center", ncols=5)
-    save(figure, "memory")
+    return figure
 
 
-def planner() -> None:
+def planner() -> Figure:
     """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation. (A search of
     all sizes, which takes longer, also finds ep 8 for Mixtral's 8 experts.)"""
     models = {"llama-3.2-1b": (256, {}), "llama-3.1-8b": (512, {}), "llama-3.1-70b": (1024, {}),
@@ -224,10 +235,10 @@ def planner() -> None:
     axes.set_xticklabels([f"{count} GPUs" for count in gpus])
     axes.set_yticklabels(models)
     axes.spines[:].set_visible(False)
-    save(figure, "planner")
+    return figure
 
 
-def scaling() -> None:
+def scaling() -> Figure:
     """What an axis costs as it grows, of a 3.6B model: the playbook's fastest runs (dots) and plan/ (lines)."""
     runs = [row for row in published.rows() if row.table == "playbook_runs" and row.step_s
             and row.request["hidden"] == 3072 and row.request["global_batch"] == 256]
@@ -264,12 +275,12 @@ def scaling() -> None:
     axes[0, 0].set(ylabel="tokens/s per GPU", ylim=0)
     axes[1, 0].set(ylabel="GB per GPU", ylim=(0, 120))
     figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    save(figure, "scaling")
+    return figure
 
 
 # ---- how techniques work --------------------------------------------------------------------------------------------
 
-def overlap() -> None:
+def overlap() -> Figure:
     """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits."""
     run = predict.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq=16384, global_batch=256, micro_batch=1,
                               machine="h100"))
@@ -313,10 +324,10 @@ def overlap() -> None:
         axis.set_yticks([-lane for lane in range(lanes)], ["compute", "network", "network"][:lanes])
         axis.set_title(title, loc="left")
     axes[-1].set_xlabel("ms")
-    save(figure, "overlap")
+    return figure
 
 
-def layer() -> None:
+def layer() -> Figure:
     """What rank 1 of four holds of a layer: tokens x hidden, an input and an output matrix, and eight experts. ZeRO-3
     shards what is flat: its second quarter is half of A, and of all experts two."""
     figure, axes = pyplot.subplots(figsize=(9.4, 2.9))
@@ -343,10 +354,10 @@ def layer() -> None:
     for y, text in ((4.4, "tokens x hidden"), (2.5, "matrices"), (0.5, "experts")):
         axes.text(-.3, y, text, ha="right", va="center")
     bare(axes, (-3.2, 18.4), (-.3, 6))
-    save(figure, "layer")
+    return figure
 
 
-def zero_bubble() -> None:
+def zero_bubble() -> Figure:
     """Why a bubble can be filled: a stage's W waits only for its own B, everything else for a neighbour."""
     figure, axes = pyplot.subplots(figsize=(7.4, 2.3))
     for column in range(3):
@@ -361,10 +372,10 @@ def zero_bubble() -> None:
     axes.text(8.2, 1.7, "their gradients, back", va="center")
     axes.text(8.2, .4, "weight gradients: any time\nbefore the optimizer", va="center")
     bare(axes, (-.2, 12.4), (-.2, 3.6))
-    save(figure, "zero-bubble")
+    return figure
 
 
-def hierarchy() -> None:
+def hierarchy() -> Figure:
     """A GPU's memories: each is larger and slower than the one above (A100: Dao et al. 2022; H100: plan/)."""
     figure, axes = pyplot.subplots(figsize=(7.4, 3.2))
     h100 = machines.MACHINES["h100"]
@@ -380,10 +391,10 @@ def hierarchy() -> None:
                                                                 "#8e5ea2"][i], alpha=.5)
         axes.text(5, .45 - i, f"{speed}   {of}", va="center")
     bare(axes, (-4.8, 9.8), (-5.2, 1.1))
-    save(figure, "hierarchy")
+    return figure
 
 
-def zigzag() -> None:
+def zigzag() -> Figure:
     """Causal attention on four ranks: contiguous shards are unequal work, zig-zag shards equal."""
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.9))
     owner = {chunk: rank for rank in range(4) for chunk in own_chunks(4, rank)}
@@ -397,10 +408,10 @@ def zigzag() -> None:
         ax.text(4, -.55, "chunks of keys", ha="center")
         ax.text(-.35, 4, "chunks of queries", va="center", rotation=90)
         bare(ax, (-.9, 8.1), (-1, 8.1))
-    save(figure, "zigzag")
+    return figure
 
 
-def ring() -> None:
+def ring() -> Figure:
     """A ring all-reduce of four chunks on four ranks: n - 1 hops of reduce-scatter, n - 1 of all-gather; in each hop
     each rank sends one chunk. A cell shows the ranks whose terms have been summed."""
     figure, axes = pyplot.subplots(1, 7, figsize=(9, 2.0))
@@ -422,10 +433,10 @@ def ring() -> None:
             have[(rank + 1) % 4][chunk] |= terms
         bare(ax, (-.5, 4.1), (-.7, 4.1))
     figure.supxlabel("ranks 0 to 3, chunks a to d; a rank sends one chunk per hop, 2 (n-1)/n of all", fontsize=9)
-    save(figure, "ring")
+    return figure
 
 
-def collectives() -> None:
+def collectives() -> Figure:
     """What each collective makes of four ranks' data: letters are chunks, digits the rank that they come from."""
     chunks, ranks = "abcd", "0123"
     shards = [[f"{chunks[r]}{r}" if c == r else "" for c in range(4)] for r in range(4)]
@@ -451,10 +462,10 @@ def collectives() -> None:
         ax.set_title(name, loc="left")
         bare(ax, (-.7, 9.8), (-.1, 4.1))
     figure.supxlabel("a row is a rank; to the left before, to the right after", fontsize=9)
-    save(figure, "collectives")
+    return figure
 
 
-def formats() -> None:
+def formats() -> Figure:
     """Number formats: their range from smallest to largest on a scale of powers of two, and their precision."""
     figure, axes = pyplot.subplots(figsize=(8.6, 2.7))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "FP8 E5M2": torch.float8_e5m2,
@@ -471,7 +482,7 @@ def formats() -> None:
     axes.set(xlabel="power of two (light: subnormal numbers, with fewer digits)", xlim=(-155, 235),
              xticks=range(-150, 151, 50))
     axes.axvline(0, color="#888888", lw=.6)
-    save(figure, "formats")
+    return figure
 
 
 # ---- measured -------------------------------------------------------------------------------------------------------
@@ -489,7 +500,7 @@ class Recorder(Meter):
         return out
 
 
-def steps() -> None:
+def steps() -> Figure:
     """Live bytes in the first four steps, by kind, counted after every operation of a small Llama on one process."""
     settings = config.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
     device = torch.device("cpu")
@@ -525,7 +536,7 @@ def steps() -> None:
              title="Four steps of two micro-batches: activations grow in forward, shrink in backward")
     axes.legend(loc="upper right", ncols=4)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
-    save(figure, "steps")
+    return figure
 
 
 GRIDS = {"one process": (1, ""), "dp 4": (4, "--dp 4"), "dp 4, ZeRO-3": (4, "--dp 4 --zero 3"),
@@ -554,7 +565,7 @@ def as_rank(rank: int, ranks: int, port: int, flags: list[str], log: str) -> Non
         train.main(config.parse(flags, ranks))
 
 
-def train_runs(name: str, common: str, runs: dict[str, tuple[int, str]]) -> None:
+def train_runs(common: str, runs: dict[str, tuple[int, str]]) -> Figure:
     """Draw the losses of `runs`, title -> ranks and flags, which are trained on the texts of Python's help()."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "train"])
@@ -572,17 +583,17 @@ def train_runs(name: str, common: str, runs: dict[str, tuple[int, str]]) -> None
                 process.join()
             if any(process.exitcode for process in started):
                 raise RuntimeError(f"{title}: {Path(f'{path}.log').read_text()}")
-        loss([read_losses(os.path.join(folder, f"{title}.jsonl")) for title in runs], name)
+        return loss([read_losses(os.path.join(folder, f"{title}.jsonl")) for title in runs])
 
 
-def losses() -> None:
+def losses() -> Figure:
     """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
-    train_runs("losses", "--dtype fp64 --hidden 64 --ffn 176 --steps 12 --seq 32 --global-batch 8", GRIDS)
+    return train_runs("--dtype fp64 --hidden 64 --ffn 176 --steps 12 --seq 32 --global-batch 8", GRIDS)
 
 
-def fp8() -> None:
+def fp8() -> Figure:
     """Losses with FP8 matmuls, emulated on a CPU, follow those of bf16; fp32 shows what chaos alone does."""
-    train_runs("fp8", "--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq 64 --global-batch 8", FP8)
+    return train_runs("--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq 64 --global-batch 8", FP8)
 
 
 def read_losses(path: str) -> tuple[str, dict[int, float]]:
@@ -596,7 +607,7 @@ def read_losses(path: str) -> tuple[str, dict[int, float]]:
     return Path(path).stem, losses
 
 
-def loss(named: list[tuple[str, dict[int, float]]], name: str = "loss") -> None:
+def loss(named: list[tuple[str, dict[int, float]]]) -> Figure:
     """Losses of runs by step, and the difference of each from the first run's."""
     runs = dict(named)
     first, *others = runs
@@ -611,7 +622,7 @@ def loss(named: list[tuple[str, dict[int, float]]], name: str = "loss") -> None:
     if others:
         axes[0, 1].set(xlabel="step", title=f"absolute difference to “{first}”")
     figure.legend(loc="outside lower center", ncols=4)
-    save(figure, name)
+    return figure
 
 
 def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], float]:
@@ -650,7 +661,7 @@ def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], f
     return (loads / loads.sum()).tolist(), mean_loss
 
 
-def experts() -> None:
+def experts() -> Figure:
     """Tokens of each expert after 300 steps, relative to the mean, without balancing and with two ways of it."""
     ways = {"nothing": ep.Balance(), "an auxiliary loss": ep.Balance(aux_loss=0.1),
             "biases": ep.Balance(bias_rate=0.01)}
@@ -662,28 +673,64 @@ def experts() -> None:
         ax.set_title(f"balanced by {way}: loss {final:.2f}", fontsize=8.5)
         ax.set(xlabel="expert", xticks=range(8))
     axes[0].set_ylabel("load / mean")
-    save(figure, "experts")
+    return figure
 
 
-PICTURES = {"grid": grid, "timeline": timeline, "schedules": all_schedules, "bubble": bubble, "memory": memory,
-            "planner": planner, "zigzag": zigzag, "ring": ring, "collectives": collectives, "formats": formats,
-            "scaling": scaling, "overlap": overlap, "layer": layer, "zero-bubble": zero_bubble, "hierarchy": hierarchy,
-            "steps": steps, "experts": experts, "losses": losses, "fp8": fp8}
+class Picture(NamedTuple):
+    draw: Callable[[], Figure | str]  # str: SVG
+    seconds: int  # about, on two idle cores
 
 
-def main(names: list[str]) -> None:
-    jobs = {name: PICTURES.get(name) for name in names or PICTURES}
+PICTURES = {
+    "grid": Picture(grid, 1), "timeline": Picture(timeline, 1), "schedules": Picture(all_schedules, 1),
+    "bubble": Picture(bubble, 3), "memory": Picture(memory, 1), "planner": Picture(planner, 30),
+    "zigzag": Picture(zigzag, 1), "ring": Picture(ring, 1), "collectives": Picture(collectives, 1),
+    "formats": Picture(formats, 1), "scaling": Picture(scaling, 1), "overlap": Picture(overlap, 1),
+    "layer": Picture(layer, 1), "zero-bubble": Picture(zero_bubble, 1), "hierarchy": Picture(hierarchy, 1),
+    "steps": Picture(steps, 7), "experts": Picture(experts, 6), "losses": Picture(losses, 60),
+    "fp8": Picture(fp8, 30)}
+
+
+def describe(name: str) -> str:
+    """A line of the list: the name, the seconds, and what there is to see."""
+    picture = PICTURES[name]
+    text = inspect.getdoc(picture.draw).replace("\n", " ")
+    sentence = re.match(r".*?\.(?= [A-Z(]|  |$)", text)[0]
+    return f"{name:12s} {picture.seconds:3d} s   {sentence}"
+
+
+def chosen(names: list[str]) -> dict[str, Callable[[], Figure | str]]:
+    """Name of a file -> what draws it. Raises ValueError for a name that is not in the list, or a file of metrics that
+    cannot be read."""
+    if names[:1] == ["loss"] and names[1:]:
+        return {"loss": partial(loss, [*map(read_losses, names[1:])])}
+    if names == ["all"]:
+        names = list(PICTURES)
+    for name in names:
+        need(name in PICTURES, f"{name}: unknown, use {', '.join(PICTURES)}, or all of them by all, or loss FILES")
+    return {name: PICTURES[name].draw for name in names}
+
+
+def main(arguments: list[str]) -> None:
+    parser = Parser("learn.pictures", __doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a picture; or all; or loss and the files of runs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=FOLDER, help="where to draw [pictures/]")
+    asked = parser.parse_args(arguments)
     try:
-        if names[:1] == ["loss"] and names[1:]:
-            jobs = {"loss": partial(loss, [*map(read_losses, names[1:])])}
-        for name, draw in jobs.items():
-            need(draw is not None, f"{name}: unknown, use {', '.join(PICTURES)}, or loss FILES")
+        need(not asked.out.exists() or asked.out.is_dir(), f"--out {asked.out}: is a file, name a folder")
+        pictures = chosen(asked.names)
     except ValueError as error:
-        start.refuse(error, "learn.pictures")
+        parser.error(str(error))
+    if not pictures:
+        print("\n".join(["python -m learn.pictures NAME draws one of these:", "", *map(describe, PICTURES)]))
+        return
     torch.set_num_threads(1)
-    for name, draw in jobs.items():
-        draw()
-        print(FOLDER / f"{name}.svg", flush=True)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for name, make in pictures.items():
+        drawn = make()
+        file = asked.out / f"{name}.svg"
+        file.write_text(drawn if isinstance(drawn, str) else as_svg(drawn), encoding="utf-8")
+        print(file, flush=True)
 
 
 if __name__ == "__main__":
