@@ -41,8 +41,8 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
      "--schedule dualpipev --pp 2 --global-batch 3: 3 micro-batches: schedule dualpipev needs at least 4 on 2 ranks: "
      "use 4 or more sequences per step"),
     (4, "--pp 2 --schedule dualpipev --micro-batch 3 --global-batch 18",
-     "--schedule dualpipev --pp 2 --micro-batch 3 --global-batch 18: 3 micro-batches: schedule dualpipev needs at least "
-     "4 on 2 ranks: use 24 or more sequences per step"),
+     "--schedule dualpipev --pp 2 --micro-batch 3 --global-batch 18: 3 micro-batches: schedule dualpipev needs at "
+     "least 4 on 2 ranks: use 24 or more sequences per step"),
     (4, "--pp 4 --schedule interleaved --layers 8 --pp-group 3",
      "--schedule interleaved --pp 4 --pp-group 3 --global-batch 16: groups of 3 of 8 micro-batches on 4 ranks would"),
     (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
