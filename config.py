@@ -159,7 +159,6 @@ class Grid:
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
-    pp_group: int = setting(0, f"{', '.join(GROUPED)}: micro-batches in a group; 0: as few as possible, at least pp")
     ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
                         (0, 1, 2, 3))
@@ -494,7 +493,6 @@ def rules_of_the_run(c: Config) -> list[Needs]:
         Needs("--chunks", schedule.allows(grid.chunks) if grid.pp > 1 else grid.chunks == 1,
               f"--pp 2 or more and another --schedule: {' and '.join(GROUPED)} have any number of chunks"),
         Needs("--pp", model.layers >= grid.pp * grid.chunks, "--layers of at least --pp x --chunks"),
-        Needs("--pp-group", grid.pp > 1 and schedule.grouped, f"--pp 2 or more with --schedule {' or '.join(GROUPED)}"),
         Needs("--cp-ulysses", grid.cp > grid.head_ranks,
               f"--cp above it, and --cp-style {' or '.join(BY_BLOCKS[::-1])}: among all ranks it is ulysses"),
         Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.doc_mask and not model.window,
@@ -649,7 +647,7 @@ def check_schedule(c: Config) -> None:
         try:
             plan_of(grid, micro_batches)
         except ValueError as error:
-            asked = ["schedule", "pp", "pp_group", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
+            asked = ["schedule", "pp", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
             flags = [f"{flag(name)} {c.before_defaults[name]}" for name in asked if c.before_defaults[name]]
             least = SCHEDULES[grid.schedule].least * grid.pp
             enough = least * grid.dp * (c.before_defaults["micro_batch"] or 1)

@@ -144,25 +144,25 @@ def stages_of_rank(settings: Config, rank: int, division: str = "balanced") -> d
 
 
 @lru_cache(4096)
-def plans_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> list[tuple[int, list[Backward]]]:
+def plans_in_memory(schedule: str, p: int, m: int, v: int) -> list[tuple[int, list[Backward]]]:
     """For each rank: (the most (stage, micro-batch) activations that it has at once, its backwards)."""
-    plan = schedules.make_plan(schedule, p, m, v, n)
+    plan = schedules.make_plan(schedule, p, m, v)
     return [(max(schedules.activations_held(actions)), backwards_in_memory(actions)) for actions in plan.ranks]
 
 
 @lru_cache(4096)
-def losses_in_memory(schedule: str, p: int, m: int, v: int, n: int) -> int:
+def losses_in_memory(schedule: str, p: int, m: int, v: int) -> int:
     """The most micro-batches whose loss a rank has computed, and not its gradient."""
-    plan = schedules.make_plan(schedule, p, m, v, n)
+    plan = schedules.make_plan(schedule, p, m, v)
     ops = [[action.op for action in actions if action.stage == plan.stages - 1] for actions in plan.ranks]
     return max(max(accumulate(dict(F=1, B=-1, I=-1, W=0)[op] for op in of_rank)) for of_rank in ops if of_rank)
 
 
-def plan_needed(settings: Config) -> tuple[str, int, int, int, int]:
-    """What make_plan is asked for: schedule, ranks, as many micro-batches as show the memory, chunks, group."""
+def plan_needed(settings: Config) -> tuple[str, int, int, int]:
+    """What make_plan is asked for: schedule, ranks, as many micro-batches as show the memory, chunks."""
     grid, batch = settings.grid, settings.batch
     m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp)
-    return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.chunks, grid.pp_group
+    return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.chunks
 
 
 def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
@@ -178,14 +178,14 @@ def few_micro_batches(grid: Grid, m: int) -> int:
     if p == 1:
         return 4
     schedule, few = SCHEDULES[grid.schedule], 4 * p + m % p
-    in_groups = grid.pp_group or (schedule.grouped and m % p)
+    in_groups = schedule.grouped and m % p
     too_few = few - p < schedule.least * p  # plan/time.py also asks for p fewer
     return m if in_groups or too_few or grows(grid.schedule, p, few, grid.chunks) else few
 
 
 def grows(schedule: str, p: int, m: int, v: int) -> bool:
     """Whether ranks hold more activations if there are p more micro-batches, as where all forwards come first."""
-    held, held_of_more = ([most for most, _ in plans_in_memory(schedule, p, count, v, 0)] for count in (m, m + p))
+    held, held_of_more = ([most for most, _ in plans_in_memory(schedule, p, count, v)] for count in (m, m + p))
     return held != held_of_more
 
 

@@ -207,7 +207,7 @@ def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[
 def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
     """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
     run's grid nothing is kept, unless a flag gives it."""
-    rest = dict(schedule="1f1b", dp_replicate=1, chunks=0, pp_group=0)
+    rest = dict(schedule="1f1b", dp_replicate=1, chunks=0)
     given = given_by_flags(settings.arguments, (*CHOSEN, *rest))
     rest |= {name: given[name] for name in rest.keys() & given.keys()}
     run = Run(replaced(settings, "grid", **rest), machine)

@@ -298,8 +298,8 @@ def stage_seconds(stages: list[Parts]) -> list[Seconds]:
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 @lru_cache(256)
-def plan_and_turns(schedule: str, p: int, m: int, v: int, n: int) -> tuple[schedules.Plan, list[tuple]]:
-    plan = schedules.make_plan(schedule, p, m, v, n)
+def plan_and_turns(schedule: str, p: int, m: int, v: int) -> tuple[schedules.Plan, list[tuple]]:
+    plan = schedules.make_plan(schedule, p, m, v)
     return plan, schedules.in_turns(plan)
 
 
@@ -321,7 +321,7 @@ def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float
     costs_of_stages = [schedules.Costs(*seconds, hop) for seconds in stages]
 
     def of(count: int) -> float:
-        plan, turns = plan_and_turns(grid.schedule, p, count, grid.chunks, grid.pp_group)
+        plan, turns = plan_and_turns(grid.schedule, p, count, grid.chunks)
         return max(spans[-1].stop for spans in schedules.simulate(plan, costs_of_stages, turns=turns))
 
     few = memory.few_micro_batches(grid, m)

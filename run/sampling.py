@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> None:
     flags[where - 1:where + 1] = ["--sample=" + flags[where]]  # in one word, so that a prompt may begin with @ or -
     published = os.path.isfile(os.path.join(path, "config.json"))
     default_grid = ("--dp -1 --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
-                    "--schedule 1f1b --chunks 0 --pp-group 0 --ep 1 --zero 0 --recompute none --offload none").split()
+                    "--schedule 1f1b --chunks 0 --ep 1 --zero 0 --recompute none --offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
     no_training = ["--steps", "0", "--out", "", "--save-every", "0", "--rewind", "0", "--metrics", "", "--val-data",
                    "--eval-every", "0", "--optimizer", "sgd", "--moments", "auto"]  # SGD has no moments to load
