@@ -577,7 +577,7 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", ranks)
         sampling.main([str(trained), "--prompt", "a"])
     with had(trained, dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_zigzag="document", cp_ulysses=2, tp=4, sp="async",
-             pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, pp_group=4, recompute="full", micro_batch=4,
+             pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, recompute="full", micro_batch=4,
              global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
              val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1):
         settings, on_four = start.parse(called[0]), start.parse(called[1], 4)
@@ -589,13 +589,13 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
 
 def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained):
     flags = f"--resume {trained} --layers 8 --insist --grid auto"
-    with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4, pp_group=4,
+    with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4,
              recompute="full", micro_batch=2, global_batch=16):
         for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
             settings, _ = search.fill_grid(start.parse(f"{flags} {more}".split(), ranks), ranks,
                                            search.this_machine(ranks))
             grid = settings.grid
-            assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks and grid.pp_group == 0
+            assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks
             assert grid.chunks == (2 if "--chunks" in more else 1) and settings.precision.recompute == "none"
 
 

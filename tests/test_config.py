@@ -43,8 +43,6 @@ WRONG = [  # ranks, command line, what the line must say; but for those that con
     (4, "--pp 2 --schedule dualpipev --micro-batch 3 --global-batch 18",
      "--schedule dualpipev --pp 2 --micro-batch 3 --global-batch 18: 3 micro-batches: schedule dualpipev needs at "
      "least 4 on 2 ranks: use 24 or more sequences per step"),
-    (4, "--pp 4 --schedule interleaved --layers 8 --pp-group 3",
-     "--schedule interleaved --pp 4 --pp-group 3 --global-batch 16: groups of 3 of 8 micro-batches on 4 ranks would"),
     (1, "--data no/such/file", "--data no/such/file: no such file or folder"),
     *((1, f"--data {__file__} {__file__} --data-weights {weights}", f'--data-weights "{weights}": write a whole ')
       for weights in ("3", "3,1,1", "3,0", "0.7,0.3", "3,-1", "3,", "9999,2")),
@@ -108,7 +106,7 @@ REFUSED = [  # by each row of config.rules, in its order
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--mtp-weight 0.1",
     "--kv-lora-rank 8", f"{LATENT} --v-head-dim 33", "--kv-lora-rank 8 --rope-head-dim 4", f"{LATENT} --qk-norm",
     f"{LATENT} --cp 2 --cp-style ring",
-    "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8", "--pp-group 4 --pp 2",
+    "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8",
     "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
     "--dp-replicate 8 --zero 3",
@@ -154,7 +152,7 @@ POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta
 def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     """And 0 where it has no meaning. What is no number is no value of it."""
     others, ranks = f"--experts 8 --mtp --val-data {__file__} --out no/such/folder --save-every 1", 1
-    if field.name in ("chunks", "pp_group"):
+    if field.name == "chunks":
         others, ranks = "--pp 2 --schedule interleaved", 2
     flag, wrong = config.flag(field.name), "1.5" if field.type is int else "soon"
     outside = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)

@@ -41,7 +41,7 @@ GRIDS = [
     (3, "--micro-batch 16 --cp 3 --cp-style ulysses --heads 6 --kv-heads 2 --recompute selective"),
     (2, "--micro-batch 12 --pp 2"),
     (2, "--micro-batch 6 --pp 2 --schedule afab --tied"),
-    (2, "--micro-batch 6 --pp 2 --schedule interleaved --layers 7 --chunks 3 --pp-group 8 --recompute full"),
+    (2, "--micro-batch 6 --pp 2 --schedule interleaved --layers 7 --chunks 3 --recompute full"),
     (3, "--micro-batch 24 --pp 3 --tied"),
     (3, "--micro-batch 8 --pp 3 --schedule zb-v --layers 6 --tied --recompute full"),
     (1, f"--micro-batch 8 {MIXTRAL}"),
@@ -105,7 +105,7 @@ FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
                  "--sp", "--cp", "--cp-style", "--cp-zigzag", "--cp-ulysses", "--pp", "--schedule", "--chunks",
-                 "--pp-group", "--ep", "--dp")
+                 "--ep", "--dp")
 
 
 @lru_cache(maxsize=32)  # a random grid has a truth of its own

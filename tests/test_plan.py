@@ -222,18 +222,17 @@ def test_utilisation_is_flops_over_time_and_peak():
 def test_few_micro_batches_show_what_many_need(schedule, monkeypatch):
     """Memory and time of a plan that is cut short, beside those of all of it; also where p does not divide them, and
     where chunks take turns in groups. Of few micro-batches all are simulated, hops included."""
-    for m, group, hop in [(61, 0, 0.0), (64, 0, 0.0), (66, 0, 0.0), (8, 0, 0.4)] + [(63, 7, 0.0)] * (
-            schedule == "interleaved"):
+    for m, hop in (61, 0.0), (64, 0.0), (66, 0.0), (8, 0.4):
         monkeypatch.setattr(plan.time, "hop_seconds", lambda run, hop=hop: hop)
-        flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule} --pp-group {group}"
+        flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule}"
         run = run_for(flags, 4)
         grid = run.settings.grid
-        whole = plan.memory.plans_in_memory(schedule, 4, m, grid.chunks, group)
+        whole = plan.memory.plans_in_memory(schedule, 4, m, grid.chunks)
         for rank in range(4):
             most, backwards = plan.memory.plan_in_memory(run.settings, rank)
             assert most == whole[rank][0] and set(backwards) == set(whole[rank][1]), (m, rank)
         stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
-        built = schedules.make_plan(schedule, 4, m, grid.chunks, group)
+        built = schedules.make_plan(schedule, 4, m, grid.chunks)
         spans = schedules.simulate(built, [schedules.Costs(*stage, hop) for stage in stages])
         seconds, spent = plan.time.pipeline_seconds(run, stages)
         assert seconds == pytest.approx(max(row[-1].stop for row in spans), rel=1e-9 if hop else 2e-3), m

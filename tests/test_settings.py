@@ -61,7 +61,6 @@ COMMUNICATED = {
     "cp_ulysses": ("--cp 4 --cp-style ring", "--cp-ulysses 2"), "tp": ("", "--tp 2"), "pp": ("", "--pp 2"),
     "schedule": ("--pp 2 --micro-batch 1", "--schedule afab"),
     "chunks": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--chunks 1"),
-    "pp_group": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--pp-group 4"),
     "ep": (MOE, "--ep 2"), "zero": ("", "--zero 2"), "dp_replicate": ("--zero 1", "--dp-replicate 2"),
     "sp,": ("--tp 2", "--sp off"), "sp": ("--tp 2", "--sp async"),
     "bucket_mb": ("", "--bucket-mb 0")}
