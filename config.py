@@ -39,10 +39,9 @@ OPTIMIZERS = {
 
 
 class Fp8Recipe(NamedTuple):
-    """grad: the format of gradients; all else is in E4M3. blocks: a scale per block, not tensor. pow2: --fp8-pow2."""
+    """grad: the format of gradients; all else is in E4M3. blocks: a scale per block, not tensor."""
     grad: str
     blocks: bool
-    pow2: bool = False
 
 
 FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
@@ -201,7 +200,6 @@ class Precision:
                        "ranks wait to agree, gradients in E5M2; blockwise: one per 1x128 or 128x128 block",
                        ("none", *FP8_RECIPES))
     fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
-    fp8_pow2: bool = setting(False, "FP8 scales are powers of two")
     moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
     reduce_dtype: str = setting("fp32", "of gradients summed over ranks; over micro-batches: fp32", ("fp32", "bf16"))
     attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
@@ -214,7 +212,7 @@ class Precision:
                                    "updates; activations: the inputs of blocks that --recompute full saves", OFFLOADS)
 
     def fp8_recipe(self) -> Fp8Recipe | None:
-        return FP8_RECIPES[self.fp8]._replace(pow2=self.fp8_pow2) if self.fp8 != "none" else None
+        return FP8_RECIPES.get(self.fp8)
 
     def offloads(self, what: str) -> bool:
         return self.offload in (what, "both")
@@ -508,7 +506,6 @@ def rules_of_the_run(c: Config) -> list[Needs]:
         Needs("--fp8", precision.dtype not in ("fp16", "fp64"), "--dtype bf16, or fp32 where a CPU emulates FP8"),
         Needs("--fp8", c.grid.sp != "async", "--sp on or off: matmuls shard by shard have no FP8 version"),
         Needs("--fp8-ends", len(c.fp8_layers()), "--fp8, and --layers 3 or more"),
-        Needs("--fp8-pow2", precision.fp8 != "none", "--fp8"),
         Needs("--moments bf16", optim.optimizer == "adamw" and precision.dtype != "fp64",
               "--optimizer adamw, and another --dtype than fp64, which it would undo"),
         Needs("--moments bf16", optim.betas[1] <= 0.99,

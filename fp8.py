@@ -87,17 +87,11 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
-    """The scale that maps `amax` to the largest number of the format, in fp32; pow2: rounded up to a power of two,
-    which multiplies without rounding and loses at most one power of two of the range."""
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale that maps `amax` to the largest number of the format, in fp32."""
     # By a tensor of this device: a GPU divides by a number of the host by multiplying with its reciprocal, which may
     # differ in the last bit from the quotient that CPUs and the kernel compute.
-    scale = amax.float().clamp(min=SMALLEST) / amax.new_full((), torch.finfo(dtype).max, dtype=torch.float32)
-    if not pow2:
-        return scale
-    # Adding 0x7FFFFF to the bits carries into the exponent unless the mantissa is 0. (NaN would wrap round to 0.)
-    rounded_up = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
-    return torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
+    return amax.float().clamp(min=SMALLEST) / amax.new_full((), torch.finfo(dtype).max, dtype=torch.float32)
 
 
 def quantise_at_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised:
@@ -105,15 +99,15 @@ def quantise_at_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised
     return Quantised(to_fp8(x.to(acc_dtype(x.dtype)) * scale.reciprocal(), dtype), scale)
 
 
-def quantise_blocks(x: Tensor, dtype: torch.dtype, pow2: bool, height: int = 1) -> Quantised:
+def quantise_blocks(x: Tensor, dtype: torch.dtype, height: int = 1) -> Quantised:
     """[R, C] in blocks of height x 128: 1 x 128, or 128 x 128 tiles. C is padded with zeros."""
     blocks = rearrange(F.pad(x, (0, -x.shape[1] % BLOCK)), "(r i) (c j) -> r i c j", i=height, j=BLOCK)
-    scales = scale_of(blocks.abs().amax((1, 3)), dtype, pow2)
+    scales = scale_of(blocks.abs().amax((1, 3)), dtype)
     data = to_fp8(blocks * scales.reciprocal()[:, None, :, None], dtype)
     return Quantised(rearrange(data, "r i c j -> (r i) (c j)").contiguous(), scales)
 
 
-def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: bool = False, rowwise: bool = True,
+def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Layouts:
     """The copies of x [T, C] that are asked for, padded with zeros; on a GPU one kernel reads x once.
 
@@ -123,12 +117,12 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, pow2: b
         None    True    of 128 x 128 blocks, the same in both      T and C must be multiples of 128
     """
     if copies := try_kernel(x, lambda kernels: kernels.quantise(
-            x, dtype, scale, SMALLEST, pow2, rowwise, columnwise, tiles)):
+            x, dtype, scale, SMALLEST, rowwise, columnwise, tiles)):
         return Layouts(*(None if copy is None else Quantised(*copy) for copy in copies))
     if scale is None and not tiles:
-        return Layouts(quantise_blocks(x, dtype, pow2) if rowwise else None,
-                       quantise_blocks(x.t(), dtype, pow2) if columnwise else None)
-    q = quantise_blocks(x, dtype, pow2, BLOCK) if tiles else quantise_at_scale(x, scale, dtype)
+        return Layouts(quantise_blocks(x, dtype) if rowwise else None,
+                       quantise_blocks(x.t(), dtype) if columnwise else None)
+    q = quantise_blocks(x, dtype, BLOCK) if tiles else quantise_at_scale(x, scale, dtype)
     return Layouts(q if rowwise else None, q.transpose() if columnwise else None)
 
 
@@ -227,14 +221,14 @@ class Quantiser:
         amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         for group in groups:
             all_reduce(amax, group, MAX)
-        return scale_of(amax, dtype, self.recipe.pow2)
+        return scale_of(amax, dtype)
 
     def quantise_tokens(self, x: Tensor, dtype: torch.dtype = E4M3, scale: Tensor | None = None,
                         **which: bool) -> tuple[Layouts, Tensor | None]:
         """(copies of X or dY, their scale). scale: if it is known already. which: rowwise, columnwise of `quantise`."""
         if scale is None:
             scale = self.agreed_scale(x, dtype, self.amax_groups)
-        return quantise(x, dtype, scale, self.recipe.pow2, **which), scale
+        return quantise(x, dtype, scale, **which), scale
 
     def quantise_weight(self, weights: Params) -> Layouts:
         """Copies of weights that share an input (wq, wk, wv), as one matrix; or of one parameter [e, R, C]."""
@@ -244,7 +238,7 @@ class Quantiser:
             return self.cache[weights][1]
         w = stacked_weight(weights)
         scale = self.agreed_scale(w, E4M3, self.weight_amax_groups)
-        copies = quantise(w.flatten(0, -2), E4M3, scale, self.recipe.pow2, columnwise=w.ndim == 2,
+        copies = quantise(w.flatten(0, -2), E4M3, scale, columnwise=w.ndim == 2,
                           tiles=self.recipe.blocks)
         if w.ndim == 3:  # all experts' rows were quantised at once, but each expert's matrix is transposed
             data, scales = copies.rowwise

@@ -355,18 +355,13 @@ def to_fp8(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
-    scale = tl.div_rn(tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL), LIMIT)
-    if POW2:  # see fp8.scale_of
-        next_exponent = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale < float("inf"), next_exponent, scale)
-    return scale
+def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+    return tl.div_rn(tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL), LIMIT)
 
 
 @triton.jit
 def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, LIMIT: tl.constexpr,
-                    SMALLEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-                    TILES: tl.constexpr):
+                    SMALLEST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
     """A program has a tile of x, whose rows are blocks of the rowwise copy and its columns those of the columnwise
     one. It reads x once: 2 bytes per element, 1 + 1 written, 2/32 of scales. None: not wanted, or no such scale."""
     i, j = tl.program_id(1), tl.program_id(0)
@@ -377,20 +372,20 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
     if scale is not None:
         tile = tile * tl.div_rn(1.0, tl.load(scale))
     if TILES:
-        by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, SMALLEST, POW2)
+        by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, SMALLEST)
         tl.store(row_scales + j * tl.num_programs(1) + i, by_tile)
         tile = tile * tl.div_rn(1.0, by_tile)
     if rowwise is not None:
         scaled = tile
         if scale is None and not TILES:
-            by_row = scale_of(tl.max(tl.abs(tile), 1), LIMIT, SMALLEST, POW2)
+            by_row = scale_of(tl.max(tl.abs(tile), 1), LIMIT, SMALLEST)
             tl.store(row_scales + j.to(tl.int64) * T + t, by_row, mask=t < T)
             scaled = tile * tl.div_rn(1.0, by_row)[:, None]
         tl.store(rowwise + offsets, to_fp8(scaled, LIMIT, rowwise.dtype.element_ty), mask=inside)
     if columnwise is not None:
         scaled = tile
         if scale is None and not TILES:
-            by_column = scale_of(tl.max(tl.abs(tile), 0), LIMIT, SMALLEST, POW2)
+            by_column = scale_of(tl.max(tl.abs(tile), 0), LIMIT, SMALLEST)
             tl.store(column_scales + i.to(tl.int64) * K + k, by_column, mask=k < K)
             scaled = tile * tl.div_rn(1.0, by_column)[None, :]
         data = tl.trans(to_fp8(scaled, LIMIT, columnwise.dtype.element_ty))
@@ -398,7 +393,7 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
                  mask=(k < K)[:, None] & (t < T_padded)[None, :])
 
 
-def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: float, pow2: bool = False,
+def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: float,
              rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
     """fp8.quantise of x: the rowwise copy [T, K] and the columnwise one [K, T_padded], each with its scales: both
     the scalar `scale`, T padded to a multiple of 16; or [T, K/128] and [K, T_padded/128], T padded to one of 128; or
@@ -416,7 +411,7 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: floa
     column_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else row_scales
     if T:
         launch(quantise_kernel, (across, down), x, scale, row_data, row_scales, column_data, column_scales, T, K,
-               T_padded, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, POW2=pow2, BLOCK=BLOCK, WIDTH=width,
+               T_padded, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, BLOCK=BLOCK, WIDTH=width,
                TILES=tiles, num_warps=num_warps)
     if scale is None:
         row_scales, column_scales = row_scales.t(), column_scales if tiles else column_scales.t()
