@@ -112,7 +112,7 @@ REFUSED = [  # by each row of config.rules, in its order
     "--dp-replicate 8 --zero 3",
 
     "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2",
-    "--no-fp8-ends --fp8 tensorwise --layers 2", "--fp8-pow2", "--moments bf16 --optimizer sgd",
+    "--no-fp8-ends --fp8 tensorwise --layers 2", "--moments bf16 --optimizer sgd",
     "--moments bf16 --betas 0.9,0.991", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 258",
     "--kernels torch --attention triton", "--offload activations",
 

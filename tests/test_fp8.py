@@ -61,7 +61,7 @@ def both(mm: Fp8, x: torch.Tensor, grad: bool) -> tuple[Quantised, Quantised]:
     return mm.quantise_tokens(x, mm.grad_format if grad else E4M3)[0]
 
 
-def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow2: bool = False) -> torch.Tensor:
+def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int) -> torch.Tensor:
     """What x becomes if each block of so many rows and columns has a scale; 0: all there are."""
     if not len(x):
         return x
@@ -71,8 +71,6 @@ def in_blocks(x: torch.Tensor, format: torch.dtype, rows: int, columns: int, pow
     blocks[:R, :C] = x
     blocks = blocks.view(-1, rows, blocks.shape[1] // columns, columns)
     scales = blocks.abs().amax((1, 3), keepdim=True).float() / FORMATS[format][2]
-    if pow2:
-        scales = 2.0 ** scales.double().log2().ceil().float()
     return (held(blocks * (1 / scales), format) * scales).flatten(2).flatten(0, 1)[:R, :C]
 
 
@@ -84,18 +82,18 @@ def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: config.
     rows = rows or [len(x)]
 
     def copies(x: torch.Tensor, format: torch.dtype) -> tuple:
-        rowwise = in_blocks(x, format, *along, recipe.pow2).split(rows)
-        columnwise = [in_blocks(part, format, *across, recipe.pow2) for part in x.split(rows)]
+        rowwise = in_blocks(x, format, *along).split(rows)
+        columnwise = [in_blocks(part, format, *across) for part in x.split(rows)]
         return rowwise, columnwise if recipe.blocks else rowwise
 
     (xs, x_columns), (dys, dy_columns) = copies(x, E4M3), copies(dy, fp8.FORMATS[recipe.grad])
-    ws = in_blocks(w, E4M3, *tile, recipe.pow2).chunk(len(rows))
+    ws = in_blocks(w, E4M3, *tile).chunk(len(rows))
     return (torch.cat([x @ w.t() for x, w in zip(xs, ws)]), torch.cat([dy @ w for dy, w in zip(dys, ws)]),
             torch.cat([dy.t() @ x for dy, x in zip(dy_columns, x_columns)]))
 
 
-def by_the_kernel(x, dtype, scale=None, pow2=False, **which):
-    both = kernels.quantise(x, dtype, scale, SMALLEST, pow2, **which)
+def by_the_kernel(x, dtype, scale=None, **which):
+    both = kernels.quantise(x, dtype, scale, SMALLEST, **which)
     return fp8.Layouts(*(None if one is None else Quantised(*one) for one in both))
 
 
@@ -124,13 +122,12 @@ def test_what_is_too_large_becomes_the_largest_and_nan_stays(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("pow2", [False, True])
-def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks, pow2):
+def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks):
     """Half a step: relative to normal numbers; of the smallest ones absolute, times what blocks were divided by."""
     bits, lowest, largest = FORMATS[format]
     x = normal(96, 300) * torch.exp2(20 * torch.rand(96, 1, generator=torch.Generator().manual_seed(1)).double() - 10)
     name = next(name for name, dtype in fp8.FORMATS.items() if dtype == format)
-    layer = Fp8(config.Fp8Recipe(name, blocks, pow2), torch.float64)
+    layer = Fp8(config.Fp8Recipe(name, blocks), torch.float64)
     for form, whole in zip(both(layer, x, True), (x, x.t())):
         back = dequantise(form, torch.float64)
         filled = F.pad(whole, (0, back.shape[1] - whole.shape[1]))
@@ -140,16 +137,12 @@ def test_a_round_trip_errs_by_half_a_step_at_most(format, blocks, pow2):
         assert ((back - filled).abs() <= limit).all()
         assert (back.abs() <= largest * scale).all()
         assert (back[:, whole.shape[1]:] == 0).all()  # what it was filled up with
-        if pow2:
-            assert (torch.frexp(form.scales).mantissa == 0.5).all()
 
 
 def test_scales_are_what_the_largest_number_asks_for():
     x = torch.tensor([[448.0 * 3, -1.0] + [0.0] * 126 + [7.0] * 128])
     rows, _ = quantise(x, E4M3)
     assert rows.scales.tolist() == [[3.0, 7 / 448]]
-    rows, _ = quantise(x, E4M3, pow2=True)
-    assert rows.scales.tolist() == [[4.0, 2.0 ** -6]]  # 7/448 is a power of two already
     for nothing in (torch.zeros(3, 128), torch.full((3, 128), 1e-38)):
         for form in quantise(nothing, E4M3):
             assert form.scales.isfinite().all() and dequantise(form, torch.float32).abs().max() == 0
@@ -161,23 +154,22 @@ def test_a_gpu_divides_by_a_tensor_of_its_own():
     watch = Watch(lambda function, args, how, out: divisors.append(args[1]) if "div" in function.__name__ else None)
     with FakeTensorMode(), watch:
         for shape in (), (5, 3):
-            fp8.scale_of(torch.empty(shape, device="cuda", dtype=torch.bfloat16), E4M3, False)
+            fp8.scale_of(torch.empty(shape, device="cuda", dtype=torch.bfloat16), E4M3)
     assert [by.device.type for by in divisors] == ["cuda", "cuda"]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # Triton's interpreter is numpy
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("pow2", [False, True])
-def test_what_is_not_finite_is_not_hidden(pow2, bad):
+def test_what_is_not_finite_is_not_hidden(bad):
     """Or the step would not be skipped. What it makes of other numbers is right, or not finite either."""
     x = torch.ones(256, 128)
     x[130, 7] = bad
     for format in FORMATS:
-        scale = fp8.scale_of(x.abs().max(), format, pow2)
+        scale = fp8.scale_of(x.abs().max(), format)
         assert not scale.isfinite()  # as other ranks get it, which have none of the bad numbers
         for how in dict(scale=scale), dict(tiles=True), {}:
             for by in quantise, by_the_kernel:
-                for copy, place in zip(by(x, format, pow2=pow2, **how), [(130, 7), (7, 130)]):
+                for copy, place in zip(by(x, format, **how), [(130, 7), (7, 130)]):
                     back = dequantise(copy, torch.float32)
                     assert not back[place].isfinite()
                     assert ((back - 1).abs()[back.isfinite()] <= 1 / 8).all()
@@ -194,11 +186,10 @@ def test_bf16_is_divided_and_rounded_once():
 # ---- products -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", FP8_RECIPES)
-@pytest.mark.parametrize("pow2", [False, True])
-def test_products_err_as_their_factors_do(name, pow2):
+def test_products_err_as_their_factors_do(name):
     """|a b - a' b'| <= |a| |b| (u + v + u v) for relative errors u, v, where no factor is below the normal numbers; the
     sum in fp32 adds K 2^-24, Higham's gamma."""
-    recipe, N, K = FP8_RECIPES[name]._replace(pow2=pow2), 128, 256
+    recipe, N, K = FP8_RECIPES[name], 128, 256
     x, w, dy = (normal(*shape, seed=9).sign() * (0.1 + normal(*shape, seed=seed).erf().abs())
                 for seed, shape in enumerate(((192, K), (N, K), (192, N))))
     layer, matrix = Fp8(recipe, torch.float32), weight(w.float())
@@ -216,10 +207,10 @@ def test_products_err_as_their_factors_do(name, pow2):
 
 @pytest.mark.parametrize("layer, rows", [(Column, None), (Row, None), ("experts", [200, 0, 130]), ("none", [0, 0, 0]),
                                          ("experts", [300, 301, 302, 1, 0])])
-@pytest.mark.parametrize("name, pow2", [("tensorwise", False), ("blockwise", False), ("blockwise", True)])
-def test_a_layer_is_the_recipe_s_formula(name, pow2, layer, rows):
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_a_layer_is_the_recipe_s_formula(name, layer, rows):
     """Sums with about 14 bits, which are fast, are in forward alone: not of experts, nor with a scale per block."""
-    recipe, T = FP8_RECIPES[name]._replace(pow2=pow2), sum(rows or [330])
+    recipe, T = FP8_RECIPES[name], sum(rows or [330])
     w = weight(normal(len(rows or [330]), 256, 384, seed=1))
     x, dy = normal(T, 384).requires_grad_(), normal(T, 256, seed=2) * torch.logspace(0, -3, T).double()[:, None]
     with in_order((fp8, "product", lambda *_, fast=False: fast)) as fast:
@@ -446,10 +437,9 @@ def same(x: torch.Tensor, format: torch.dtype, **how) -> bool:
 def test_the_kernel_quantises_as_torch_does(format, T, K):
     x = normal(T, K, dtype=torch.float32) * torch.logspace(-5, 5, T)[:, None]
     x[0, :3] = torch.tensor([0.0, 1e-42, -1e-42])
-    for pow2 in (False, True):
-        for scale in (None, fp8.scale_of(x.abs().max() / 3, format, pow2)):  # a third: what does not fit is clamped
-            assert same(x, format, scale=scale, pow2=pow2)
-        assert T % BLOCK or same(x, format, pow2=pow2, tiles=True)  # as weights are
+    for scale in (None, fp8.scale_of(x.abs().max() / 3, format)):  # a third: what does not fit is clamped
+        assert same(x, format, scale=scale)
+    assert T % BLOCK or same(x, format, tiles=True)  # as weights are
     assert same(x, format, columnwise=False) and same(x, format, rowwise=False)
     assert T % BLOCK or same(x, format, columnwise=False, tiles=True)  # experts'
 

@@ -270,7 +270,7 @@ def test_the_first_and_the_last_rank_say_that_a_kernel_does_not_run(monkeypatch,
         assert capsys.readouterr().out == says * (ranks.get_rank() in (0, 3))
 
 
-@pytest.mark.parametrize("options", [dict(scale=torch.tensor(0.01)), dict(), dict(tiles=True, pow2=True)])
+@pytest.mark.parametrize("options", [dict(scale=torch.tensor(0.01)), dict(), dict(tiles=True)])
 def test_torch_replaces_a_quantise_kernel_that_does_not_run(monkeypatch, options):
     x, want = numbers(128, 256), fp8.quantise(numbers(128, 256), fp8.E4M3, **options)
     monkeypatch.setattr(operations, "uses_kernels", lambda x: True)

@@ -37,7 +37,7 @@ CHANGES = {
     "expert_groups": (MOE, "--expert-groups 2"),
     "top_groups": (f"{MOE} --expert-groups 2", "--top-groups 2"),
     "dtype": ("", "--dtype fp32"), "fp8": (FP8, "--fp8 none"), "fp8_ends": (FP8, "--no-fp8-ends"),
-    "fp8_pow2": (FP8, "--fp8-pow2"), "moments": ("--dtype fp32", "--moments bf16"),
+    "moments": ("--dtype fp32", "--moments bf16"),
     "seq": ("", "--seq 13"), "global_batch": ("", "--global-batch 12"), "batch_ramp": ("", "--batch-ramp 8@0,12@1"),
     "optimizer": ("", "--optimizer sgd"), "lr": ("", "--lr 0.03"), "lr_schedule": ("", "--lr-schedule constant"),
     "min_lr": ("", "--min-lr 0.01"), "warmup": ("", "--warmup 2"), "weight_decay": ("", "--weight-decay 0.5"),
