@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from collectives import ALONE, MAX, Group, all_reduce
-from param import IGNORED, accumulate_grad, accumulate_product
+from param import IGNORED, accumulate_grad, accumulate_product, check_labels, shard_slice
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
 failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again, and the first line of the error
@@ -323,7 +323,7 @@ def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
 
 
 def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, *, z_loss: float = 0.0,
-                         vocab: slice | None = None, group: Group = ALONE, chunk: int = 4096,
+                         vocab_size: int | None = None, group: Group = ALONE, chunk: int = 4096,
                          loss_grad: Tensor | None = None) -> Tensor:
     """The sum of the tokens' losses, in nats, for logits x W^T, as tp.cross_entropy; IGNORED labels have none.
 
@@ -331,12 +331,16 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
     on what is computed from it. The gradient that arrives here must be loss_grad (a scalar tensor, default 1): checked.
 
     x: [T, H], the same on all ranks of the group; its gradient is partial: this rank's term of a sum over the group.
-    weight: [V/t, H], the rows `vocab` of the head (default: all); its gradient goes through `accumulate_grad`.
-    labels: [T]. chunk: tokens whose logits exist at once, chunk V/t e bytes.
+    weight: [V/t, H], this rank's rows of the head, shard_slice(V, t, rank); its gradient goes through
+    `accumulate_grad`. vocab_size: V, by default that of one rank.
+    labels: [T], tokens or IGNORED: RuntimeError for others (param.check_labels).
+    chunk: tokens whose logits exist at once, chunk V/t e bytes.
     """
-    vocab = slice(0, len(weight)) if vocab is None else vocab
+    vocab_size = len(weight) if vocab_size is None else vocab_size
+    vocab = shard_slice(vocab_size, group.size, group.rank)
     assert vocab.stop - vocab.start == len(weight) > 0, f"{len(weight)} rows of the head, but {vocab}"
     assert labels.shape == x.shape[:1], f"{len(x)} tokens need as many labels"
+    check_labels(labels, vocab_size)
     if not torch.is_grad_enabled():  # gradients would be computed for nothing
         x, weight = x.detach(), weight.detach()
     loss_grad = x.new_ones((), dtype=torch.float32) if loss_grad is None else loss_grad.float()

@@ -46,6 +46,16 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
+def check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Raise RuntimeError unless each label is a token of the vocabulary or IGNORED.
+
+    The host does not wait for a GPU: there an assertion fails on the device, and a later call raises, as after torch's
+    own cross entropy.
+    """
+    is_known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
+    torch._assert_async(is_known.all(), f"a label is neither in 0..{vocab_size - 1} nor {IGNORED}, that of no loss")
+
+
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype, at least fp32, in which a run in `dtype` accumulates gradients, statistics, angles and losses."""
     return torch.promote_types(dtype, torch.float32)

@@ -68,6 +68,7 @@ from param import (
     accumulate_grad,
     accumulate_product,
     add_to,
+    check_labels,
     is_deferring,
     parameter,
     shard_slice,
@@ -309,13 +310,15 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table [V/t, H]: tokens [T] -> [T/t, H]."""
+    """A table [V/t, H]: tokens [T] -> [T/t, H]. Tokens below 0 are padding, whose rows are zeros."""
 
     def __init__(self, make: MakeParameter, spec: Spec):
         super().__init__()
         self.table = make(spec)
 
     def forward(self, tokens: Tensor, tp: TensorParallel) -> Tensor:
+        vocab_size = self.table.spec.shape[0]
+        torch._assert_async((tokens < vocab_size).all(), f"a token is not below {vocab_size}")  # see check_labels
         return Embed.apply(tokens, self.table, tp)
 
 
@@ -333,14 +336,14 @@ class VocabParallelHead(nn.Module):
     def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
                 loss_grad: Tensor | None = None) -> Tensor:
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy alone
-        vocab = self.weight.box[0]  # the rows of the whole table that this rank has
+        vocab_size = self.weight.spec.shape[0]
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
             x = tp.spread(x) if tp.size > 1 else x
-            return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab=vocab, group=tp.group,
+            return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab_size=vocab_size, group=tp.group,
                                         loss_grad=loss_grad)
         logits = Column.apply(x, tp, MATMUL, False, self.weight)  # not deferred: dS is as large as all logits
-        return logits if labels is None else cross_entropy(logits, labels, z_loss, vocab, tp.group)
+        return logits if labels is None else cross_entropy(logits, labels, z_loss, vocab_size, tp.group)
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
@@ -400,15 +403,19 @@ class CrossEntropy(Function):
         return out.to(logits.dtype), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab: slice | None = None,
+def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab_size: int | None = None,
                   group: Group = ALONE) -> Tensor:
     """The sum (not the mean) of the tokens' losses in nats; tokens with the label IGNORED have none.
 
-    logits: [..., V/t], for the part `vocab` of the vocabulary that this rank has (default: all of it). labels: [...].
+    logits: [..., V/t], of this rank's part of the vocabulary, shard_slice(V, t, rank). vocab_size: V, by default that
+    of one rank's logits. labels: [...], tokens or IGNORED: RuntimeError for others (param.check_labels).
     z_loss: coefficient of the squared logarithm of the softmax's denominator, which is added to a token's loss so that
     logits do not drift (Chowdhery et al. 2022, section 5).
     """
-    vocab = slice(0, logits.shape[-1]) if vocab is None else vocab
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    vocab = shard_slice(vocab_size, group.size, group.rank)
+    assert logits.shape[-1] == vocab.stop - vocab.start, f"{logits.shape[-1]} logits per token, but {vocab}"
+    check_labels(labels, vocab_size)
     return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), z_loss, vocab, group)
 
 
