@@ -297,11 +297,11 @@ def losses(vocab: int, scale: float, z: float) -> list[float]:
     edges = torch.tensor([place for part in shards for place in (part.start, part.stop - 1)])
     labels[0, :len(edges)], labels[1, ::3], shard = edges, IGNORED, shards[group.rank]
     mine, dense = logits[..., shard].clone().requires_grad_(), logits.requires_grad_()
-    loss, want = tp.cross_entropy(mine, labels, z, shard, group), dense_loss(dense, labels, z)
+    loss, want = tp.cross_entropy(mine, labels, z, vocab, group), dense_loss(dense, labels, z)
     (3 * loss).backward()
     (3 * want).backward()
     error = (mine.grad - dense.grad[..., shard]).abs().max() / dense.grad.abs().max()
-    nothing = tp.cross_entropy(mine, torch.full_like(labels, IGNORED), z, shard, group)
+    nothing = tp.cross_entropy(mine, torch.full_like(labels, IGNORED), z, vocab, group)
     return [abs(loss.item() / want.item() - 1), error.item(), nothing.item()]
 
 
@@ -352,6 +352,52 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence, without):
     assert evaluated == pytest.approx(2 * (plain.item(),), rel=1e-5)
     for whole, want in zip([torch.cat(dx) if sequence else torch.stack(dx), torch.cat(dw)], wanted):
         assert (whole - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def answers(vocab: int, ids: list[int]) -> dict[str, str]:
+    """What every loss says to these labels, and the embedding to these tokens; "" if it returns finite numbers."""
+    group, x = grids.everyone(), normal(len(ids), 8).float()
+    how, make = TensorParallel(group), partial(parameter, groups={"tp": group}, dtype=torch.float32)
+    head, embedding = (layer(make, Spec("table", (vocab, 8), {"tp": 0}))
+                       for layer in (tp.VocabParallelHead, tp.VocabParallelEmbedding))
+    head.weight.data = embedding.table.data = table = normal(vocab, 8)[head.weight.box].float()
+
+    def fused_head(labels: torch.Tensor) -> torch.Tensor:
+        with patch.object(tp, "uses_kernels", lambda x: True):
+            return head(x, how, labels)
+
+    ways = {"cross_entropy": lambda labels: tp.cross_entropy(x @ table.t(), labels, 0.0, vocab, group),
+            "linear_cross_entropy": lambda labels: kernels.linear_cross_entropy(
+                x, head.weight, labels, vocab_size=vocab, group=group),
+            "head": lambda labels: head(x, how, labels), "fused head": fused_head,
+            "embedding": lambda tokens: embedding(tokens, how)}
+    said = {}
+    for name, way in ways.items():
+        try:
+            assert way(torch.tensor(ids)).isfinite().all()
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU, and fail there")
+@pytest.mark.parametrize("n", [1, 2])
+def test_labels_and_tokens_outside_of_the_vocabulary_are_refused(pool, n):
+    """Whatever torch refuses. Tokens below 0 are padding."""
+    bad = [-101, -99, -1, 37, 38]
+    for label in bad:
+        with pytest.raises(IndexError):
+            F.cross_entropy(torch.zeros(1, 37), torch.tensor([label]))
+    good, *others = for_each(pool, n, "test_tp:answers", [
+        dict(vocab=37, ids=ids) for ids in ([0, 18, 19, IGNORED, 36], *([1, label, 36] for label in bad))])
+    for said in good:
+        assert len(said) == 5 and set(said.values()) == {""}
+    for label, of_ranks in zip(bad, others, strict=True):
+        for said in of_ranks:
+            tokens = said.pop("embedding")
+            assert tokens == ("" if label < 0 else "a token is not below 37")
+            assert set(said.values()) == {"a label is neither in 0..36 nor -100, that of no loss"}
 
 
 # ---- in the model ---------------------------------------------------------------------------------------------------
