@@ -525,7 +525,7 @@ FORGED = {  # what is said of a run.json -> changes of it, of which each is said
         ("corpus", {"tokens": "x"}), ("settings", {"lr": "fast"}), ("settings", {"betas": [0.9, "x"]}),
         ("settings", {"data": [7]}), ("settings", {"tied": 1}), ("model", {"layers": "x"})],
     "/run.json is of another version: it has a setting that is unknown here, {setting}": [
-        ("settings", {"optimizer": "lion"}), ("grid", {"sp": "no"}), ("model", {"layers": 10**9}),
+        ("settings", {"optimizer": "none of ours"}), ("grid", {"sp": "no"}), ("model", {"layers": 10**9}),
         ("model", {"wings": 2})]}
 
 
@@ -710,11 +710,30 @@ def refused(monkeypatch, capsys, *words) -> str:
 
 def test_what_cannot_be_exported_is_refused_in_one_line(trained, monkeypatch, capsys, tmp_path):
     (tmp_path / "config.json").mkdir()
-    for words, says in ((("export", tmp_path, "hf"), f"{tmp_path} is no checkpoint: it has no run.json"),
+    for words, says in ((("export", tmp_path, "hf"), f"{tmp_path}: is no checkpoint, and no folder that has any"),
                         (("export", tmp_path), "usage: python -m run.checkpoint export "),
                         (("export", trained / "step-000002", tmp_path),
                          f"{tmp_path}/config.json: cannot be written: Is a directory")):
         assert refused(monkeypatch, capsys, *words).startswith(f"run.checkpoint: {says}")
+
+
+def test_of_a_folder_of_checkpoints_the_newest_undamaged_one_is_exported(trained, monkeypatch, capsys, tmp_path):
+    """As --resume and sampling take it."""
+    older = shutil.copytree(trained / "step-000002", tmp_path / "runs" / "step-000001")
+    newest = shutil.copytree(trained / "step-000002", older.with_name("step-000010"))
+    weights = {}
+    for name in "whole", "damaged":
+        command(monkeypatch, "export", older.parent, tmp_path / name)
+        printed = capsys.readouterr()
+        assert printed.out == f"exported {older if name == 'damaged' else newest} to {tmp_path / name}\n"
+        assert printed.err.count("\n") == printed.err.count(": passed over\n") == (name == "damaged")
+        weights[name] = load_file(tmp_path / name / "model.safetensors")
+        with open(next(newest.glob("*.distcp")), "r+b") as file:
+            file.write(b"\0")
+    assert weights["whole"].keys() == weights["damaged"].keys()
+    shutil.rmtree(older)
+    assert refused(monkeypatch, capsys, "export", newest.parent, tmp_path / "none").endswith(
+        ", and were " + printed.err.split(", and were ")[1].replace(": passed over", ""))
 
 
 def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(published, tokens, tmp_path):
@@ -755,7 +774,8 @@ def published(tmp_path_factory) -> Path:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     tokenizer.train_from_iterator([Path(train.__file__).read_text()],
-                                  trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<|endoftext|>"]))
+                                  trainers.BpeTrainer(
+                                      vocab_size=400, special_tokens=["<unk>", "<|endoftext|>", *data.CHATML_MARKERS]))
     tokenizer.save(str(folder / "tokenizer.json"))
     transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -417,7 +417,7 @@ def tokenized(tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.train_from_iterator(["It is 4. Yes. assistant user"], tokenizers.trainers.BpeTrainer(
-        vocab_size=280, special_tokens=["<|endoftext|>"],
+        vocab_size=282, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
     path, lines, out = (str(tmp_path / name) for name in ("tokenizer.json", "chat.jsonl", "tokens.bin"))
     tokenizer.save(path)
@@ -439,9 +439,30 @@ def test_of_conversations_what_an_assistant_says_are_the_targets(tokenized, tmp_
     turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TURNS)
     question = f"<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
     assert tokenizer.decode(tokens, skip_special_tokens=False) == f"<|endoftext|>{turns}<|endoftext|>{question}"
-    learned = tokenizer.decode([token for token, is_target in zip(tokens, targets) if is_target])
+    learned = tokenizer.decode([token for token, is_target in zip(tokens, targets) if is_target],
+                               skip_special_tokens=False)
     assert learned == f"It is 4.<|im_end|>\nCafé 你好.\nYes.<|im_end|>\n{answer}<|im_end|>\n"
     assert sum(one != other for one, other in zip(targets, targets[1:])) == 5  # three runs of them, up to the end
+
+
+@pytest.mark.parametrize("lacking", [["<|im_start|>"], ["<|im_end|>"], ["<|im_start|>", "<|im_end|>"]])
+def test_without_a_template_a_tokenizer_that_lacks_chatmls_markers_is_refused(tokenized, tmp_path, lacking):
+    """It would make text of them, in pieces. A template needs none."""
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in lacking]
+    for marker in lacking:
+        content["model"]["vocab"][f"<{marker}>"] = content["model"]["vocab"].pop(marker)
+    path.write_text(json.dumps(content))
+    assert all(len(tokenizers.Tokenizer.from_file(str(path)).encode(marker).ids) > 4 for marker in lacking)
+    line = f"{path}: has no token {' and no token '.join(lacking)}, and no chat template lies beside it: put"
+    with pytest.raises(ValueError, match=one_line(line)):
+        tokenized(dict(messages=TURNS))
+    assert not list(tmp_path.glob("tokens*"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+                                                  "{% if add_generation_prompt %}assistant {% endif %}")
+    tokens, targets = tokenized(dict(messages=TURNS))
+    assert 0 < sum(targets) < len(tokens)
 
 
 def test_a_published_chat_template_is_used_and_its_targets_are_those_of_transformers(tokenized, tmp_path):
