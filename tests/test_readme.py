@@ -1,4 +1,5 @@
 """What the pages name exists: files, functions, commands, flags; and what they say of the program is true."""
+import ast
 import json
 import re
 import shlex
@@ -11,7 +12,7 @@ import torch
 
 import config
 import update
-from learn import pages
+from learn import pages, pictures, puzzles
 from plan import predict, time
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +77,25 @@ def test_commands_and_links_of_the_pages_exist():
                     check_command(line)
         for link in re.findall(r"\]\(([^)#]+)\)", text):
             assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), (page, link)
+
+
+def test_git_ignores_what_documented_commands_write(tmp_path):
+    """By their flags, and by default. In a repository of its own: ours may be a download without one."""
+    docs = [(ROOT / page).read_text() for page in ("README.md", "docs/PLAYBOOK.md", "docs/RUNNING.md")]
+    docs += [ast.get_docstring(ast.parse((ROOT / file).read_text())) for file in pages.files()]
+    docs += [ast.get_docstring(ast.parse(path.read_text())) or "" for path in (ROOT / "bench").glob("*.py")]
+    written = {path for text in docs for path in re.findall(
+        r"--(?:out|metrics|profile|export-hf|memory-snapshot|svg) ([\w./-]+)", text)}
+    written = {path for path in written if not path.startswith("/") and not path.isupper()} - {"docs/pictures"}
+    written |= {str(Path(folder).relative_to(ROOT)) for folder in (pictures.FOLDER, puzzles.HOME)}
+    assert written >= {"traces", "runs/a", "cluster.json", "pages", "pictures"}
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    inside = [path if Path(path).suffix else f"{path}/file" for path in sorted(written)]
+    ignored = subprocess.run(["git", "check-ignore", *inside], cwd=tmp_path, capture_output=True, text=True)
+    assert ignored.stdout.split() == inside
+    tracked = subprocess.run(["git", "check-ignore", "docs/pictures/new.svg"], cwd=tmp_path)
+    assert tracked.returncode == 1  # which is to be committed
 
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_program():
