@@ -19,7 +19,6 @@ learn/collectives.py has every collective written out, and shows who sends what 
 
 Shapes: n ranks, R rows (the first dimension) per rank.
 """
-import argparse
 import datetime
 import gc
 import os
@@ -309,8 +308,13 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
     """Run a file's demo: on the ranks that torchrun started, else on so many that are started here. --help prints the
     file's docstring, and there are no other flags."""
-    argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    arguments = sys.argv[1:]
+    if arguments in (["--help"], ["-h"]):
+        print(sys.modules["__main__"].__doc__)
+        return
+    if arguments:
+        print(f"{os.path.basename(sys.argv[0])}: error: unrecognized arguments: {' '.join(arguments)}", file=sys.stderr)
+        sys.exit(2)
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         with world() as group:

@@ -18,6 +18,7 @@ import difflib
 import math
 import os
 import shlex
+import sys
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -694,12 +695,15 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def make_parser(sections: dict[str, type] = SECTIONS, description: str = "Train a Llama-style model.",
+def make_parser(sections: dict[str, type] = SECTIONS, description: str | None = "Train a Llama-style model.",
                 usage: str = "torchrun --nproc_per_node=8 train.py [flags] [@file of flags]") -> Parser:
     """One flag a field; values stay as they were typed, for `read_value`. What is not given stays absent, so that a
-    preset knows what it may fill."""
+    preset knows what it may fill. Only train.py's text is wrapped in --help: other descriptions are docstrings, which
+    have lines of their own."""
+    is_train = sections is SECTIONS
     parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description,
-                    epilog=EXIT_CODES if sections is SECTIONS else None)
+                    epilog=EXIT_CODES if is_train else None,
+                    formatter_class=argparse.HelpFormatter if is_train else argparse.RawDescriptionHelpFormatter)
     for name, section in sections.items():
         group = parser.add_argument_group(name)
         for f in fields(section):
@@ -755,9 +759,11 @@ def read(arguments: list[str]) -> dict[str, Any]:
 
 def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, list[str]]:
     """Flags that a command has besides those of train.py, or in their place, declared in a dataclass as settings are.
-    Returns an instance of it, and what else the command line has. Raises ValueError for what is no value."""
+    Returns an instance of it, and what else the command line has. Raises ValueError for what is no value. --help prints
+    the docstring of the file that declares them, the usage and the flags."""
+    about = sys.modules[section.__module__].__doc__
     declared = {f.name: f for f in fields(section)}
-    given, rest = read_flags(make_parser({"flags": section}, "", usage), declared, arguments)
+    given, rest = read_flags(make_parser({"flags": section}, about, usage), declared, arguments)
     return section(**given), rest
 
 

@@ -98,4 +98,5 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    demo()
+    from collectives import run_demo
+    run_demo(lambda group: demo())

@@ -25,6 +25,7 @@ the peak. In brackets: divided by the figure of the last line; below 1 we are fa
 """
 import argparse
 import importlib
+import inspect
 import os
 import shutil
 import statistics
@@ -272,6 +273,8 @@ TRAINING = {  # by part: our flags, the rival's name, what wraps it
 
 
 def bench_training(part: str, flags: list[str]) -> None:
+    """A training step of train.py's model beside the same step with what torch or transformers ships. Flags of train.py
+    choose the model, the batch and the optimizer; all contenders compute in fp32."""
     n = dist.get_world_size() if dist.is_initialized() else 1
     for our_flags, rival, wrap in TRAINING[part]:
         our_flags = our_flags.format(n=n)
@@ -317,6 +320,8 @@ def build_attention(style: str | None, seq: int) -> Step:
 
 
 def bench_cp() -> None:
+    """Attention over one long sequence, forward and backward, in every style of context parallelism, beside torch's
+    attention with a mask over all-gathered keys and values. Sizes are fixed, so there are no flags."""
     for seq in CP_SEQUENCES:
         styles = {f"penteract --cp-style {style}": style for style in CP_STYLES} | {"torch, gather and mask": None}
         compare({f"{name}, S {seq}": partial(build_attention, style, seq) for name, style in styles.items()}, seq, 5, 1)
@@ -383,6 +388,8 @@ def build_pipeline(name: str, schedule_class: str | None) -> Step:
 
 
 def bench_pp() -> None:
+    """A step of a pipeline by our engine beside the same schedule of torch.distributed.pipelining. Sizes are fixed, so
+    there are no flags."""
     for name, rival in (("1f1b", "Schedule1F1B"), ("interleaved", "ScheduleInterleaved1F1B"),
                         ("zb1p", "ScheduleInterleavedZeroBubble"), ("zb-v", "ScheduleZBVZeroBubble")):
         compare({f"penteract --schedule {name}": partial(build_pipeline, name, None),
@@ -426,6 +433,8 @@ def build_experts(how: str, group: Group) -> Step:
 
 
 def bench_ep() -> None:
+    """A layer of experts, forward and backward: on one process beside transformers' Mixtral blocks; on several, with
+    the experts over all of them, some of them, or one. Sizes are fixed, so there are no flags."""
     if not dist.is_initialized():
         contenders = {"penteract": "ours", "transformers, loop": "eager", "transformers, grouped": "grouped_mm"}
         compare({name: partial(build_experts, how, ALONE) for name, how in contenders.items()}, EP_TOKENS, 10, 2)
@@ -456,7 +465,8 @@ def gather_and_save(tensors: list[Tensor], path: str) -> None:
 
 
 def bench_checkpoint() -> None:
-    """Saving the optimizer's state, without the check that files can be read back."""
+    """Saving the optimizer's state, without the check that files can be read back, beside torch.distributed.checkpoint
+    of each rank's shards and torch.save of the gathered state. Sizes are fixed, so there are no flags."""
     settings = config.parse(CHECKPOINT_MODEL.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = build(settings, groups)
@@ -502,7 +512,7 @@ def bench_checkpoint() -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def bench_check(flags: list[str]) -> None:
-    """Begins this process again where Triton, which has been imported, must interpret."""
+    """Begin this process again where Triton, which has been imported, must interpret."""
     if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         os.execve(sys.executable, sys.orig_argv, os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"})
     importlib.import_module("bench.check").main(flags)
@@ -529,14 +539,40 @@ def check(parts: list[str], flags: list[str], ranks: int) -> None:
     need("gpu" not in parts or torch.cuda.is_available(), "gpu needs a GPU, and there is none here")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def explain(part: str) -> None:
+    """Print what --help says of one part."""
+    if part in OWN_FLAGS:
+        module = importlib.import_module(f"bench.{part}")
+        config.read_known(module.Flags, ["--help"], module.USAGE)  # which ends this process
+    launch = "python" if part in ONE_PROCESS else "torchrun --nproc_per_node=4"
+    print(f"usage: {launch} -m bench {part}{' [flags of train.py]' if part in TRAINING else ''}\n")
+    if part in TRAINING:
+        print(inspect.getdoc(bench_training), "\n")
+        print(table([("   ", f"penteract {flags.format(n='N')}", "beside", rival) for flags, rival, _ in TRAINING[part]],
+                    "<<<<"))
+    else:
+        print(inspect.getdoc(PARTS[part]))
+    print("\nWhat the columns are, and which other parts there are, says python -m bench --help.")
+
+
+def read_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(the parts, the other flags). --help explains the part that precedes it, or all of this page. Raises ValueError
+    for a part that there is not."""
+    if arguments[:1] and arguments[0] in PARTS and {"-h", "--help"} & set(arguments):
+        explain(arguments[0])
+        sys.exit()
+    parser = config.Parser("python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="part", help=", ".join(PARTS))
-    known, flags = parser.parse_known_args()
+    known, flags = parser.parse_known_args(arguments)
+    return known.parts, flags
+
+
+if __name__ == "__main__":
     try:
-        check(known.parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
-        if known.parts[0] in OWN_FLAGS:
-            sys.exit(PARTS[known.parts[0]](flags))  # each of smoke's runs has a world of its own
+        parts, flags = read_arguments(sys.argv[1:])
+        check(parts, flags, int(os.environ.get("WORLD_SIZE", 1)))
+        if parts[0] in OWN_FLAGS:
+            sys.exit(PARTS[parts[0]](flags))  # each of smoke's runs has a world of its own
         device, _ = choose_device("auto")
     except ValueError as error:
         start.refuse(error, "bench")
@@ -544,5 +580,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     with collectives.world(device) if "WORLD_SIZE" in os.environ else nullcontext():
-        for part in known.parts:
+        for part in parts:
             PARTS[part](flags) if part in WITH_FLAGS else PARTS[part]()

@@ -317,10 +317,9 @@ def probe(settings: config.Config, out: str, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        raise SystemExit(print(__doc__))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     try:
+        config.read_known(Flags, sys.argv[1:], USAGE)  # answers --help, also in a process without others
         need(ranks > 1, "a network needs several ranks: run under torchrun --nproc_per_node=4 -m bench.probe")
         settings, out = parse(sys.argv[1:], ranks)
         device = choose_device(settings.run.device)[0]

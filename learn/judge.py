@@ -430,11 +430,17 @@ def lines_of(findings: list[Finding]) -> Iterator[str]:
         yield f"step {step}: {kind}{of}: {says}" + (f", by {size} of the largest element" if offs else "")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for record in "one", "grid", "--noise":
-        parser.add_argument(record)
-    parser.add_argument("--json", action="store_true")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("one", help="the record of one process")
+    parser.add_argument("grid", help="the record of many ranks")
+    parser.add_argument("--noise", metavar="OTHER", help="the record of a second right run, see Tolerance above")
+    parser.add_argument("--json", action="store_true", help="print what differs as JSON")
     asked = parser.parse_args(arguments)
     found = Judge(Run(asked.one), Run(asked.grid), Run(asked.noise) if asked.noise else None).findings()
     lines = [json.dumps([f._asdict() for f in found], indent=1)] if asked.json else lines_of(found)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import textwrap
 from bisect import bisect_left
 from collections import Counter
@@ -27,7 +28,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from config import Config, Model, parse
+from config import Config, Model, make_parser, parse
 
 RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
 
@@ -663,6 +664,11 @@ def print_attention() -> None:
 
 
 if __name__ == "__main__":
+    try:
+        make_parser({}, __doc__, "python -m plan.costs").parse_args()  # there are no flags but --help
+    except ValueError as error:
+        print(f"plan.costs: {error}", file=sys.stderr)
+        sys.exit(2)
     print("Bytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits).\nIn time, "
           "full recomputation is published as 30 to 40% more (Korthikanti et al. 2022):")
     print_layers()

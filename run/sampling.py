@@ -97,6 +97,9 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
 
 def main(arguments: list[str]) -> None:
     """Replace this process by train.py with --steps 0: it has the grid, the checkpoints and the data."""
+    if "--prompt" not in arguments and {"-h", "--help"} & set(arguments):  # train.py's own help lists its flags
+        print(__doc__)
+        return
     where = arguments.index("--prompt") if "--prompt" in arguments[1:-1] else 0
     if not where or arguments[0].startswith("-") or not arguments[where + 1]:
         print("run.sampling: usage: python -m run.sampling CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
