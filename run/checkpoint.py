@@ -464,7 +464,7 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
     try:
         huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                           published=(run.get("published", ""), run["tokenizer"]), seq=run["settings"]["seq"])
+                           published=(run["published"], run["tokenizer"]), seq=run["settings"]["seq"])
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
 

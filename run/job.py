@@ -50,7 +50,7 @@ class RunState:
         return {name: value for name, value in asdict(self).items() if name != "activity"}
 
     def restore(self, saved: dict) -> None:
-        for name in self.progress().keys() & saved.keys():  # a checkpoint of an earlier version may lack some
+        for name in self.progress():
             setattr(self, name, saved[name])
 
 
@@ -293,7 +293,7 @@ def restore(run: Run, path: Path, saved: dict) -> None:
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
     """Raises ValueError if the training data is not that of the checkpoint. saved: the checkpoint's run.json."""
     for name, value in training.identity().items():
-        then = saved["corpus"].get(name, [])  # a checkpoint of an earlier version has no sources
+        then = saved["corpus"].get(name)
         need(value == then or settings.run.insist, f"--resume {settings.run.resume}: the data differs, its {name} was "
                                                    f"{then} and is {value}; give --insist to change it")
 

@@ -27,7 +27,6 @@ CONTENT = dict(  # an example of what run.json has, besides format and checksum
     step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="", published="",
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
-WENT = {"sp_keep", "async_tp", "graph", "gpus", "rank", "skip_spikes", "dry_run"}  # of ca8fd7d's settings, or changed
 COUNTS = {"step", "samples", "tokens", "skipped", "rewinds", "ranks"}
 SECTIONS = {"settings", "model", "grid"}  # of CONTENT, which have settings
 NOT_INHERITED = {"resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot"}  # of one start of a run
@@ -225,10 +224,10 @@ def resumed_run(resume: str, out: str) -> dict | None:
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """run.json of a checkpoint; settings that an earlier version did not have are their defaults. Raises ValueError as
-    `read_json` does, and if something is missing."""
+    """run.json of a checkpoint. A setting that it lacks has its default. Raises ValueError as `read_json` does, and if
+    anything else is missing."""
     run = read_json(path)
-    for name in sorted(CONTENT.keys() - run.keys() - {"published"}):
+    for name in sorted(CONTENT.keys() - run.keys()):
         raise ValueError(f"{path}/run.json has no {name}")
     return run | {name: example | run[name] for name, example in CONTENT.items() if isinstance(example, dict)}
 
@@ -247,7 +246,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
     need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
     need(run.get("format") == CHECKPOINT_FORMAT,
          f"{path} has format {run.get('format')}, and this version reads {CHECKPOINT_FORMAT}")
-    run |= {section: of_today(run[section]) for section in SECTIONS if isinstance(run.get(section), dict)}
     for name in of_other_kind(run, CONTENT):
         raise ValueError(f"{file} is damaged: its {name} is of another kind")
     for name, value in (setting for section in run.keys() & SECTIONS for setting in run[section].items()):
@@ -265,14 +263,6 @@ def is_possible(name: str, value: Any) -> bool:
         return False
     choices, most = FIELDS[name].metadata["choices"], FIELDS[name].metadata["most"]
     return value in choices if choices else not isinstance(value, (int, float)) or -1 <= value <= most
-
-
-def of_today(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of ca8fd7d, as they are called now; those of today as they are."""
-    if isinstance(settings.get("sp"), bool):
-        sp = "async" if settings.get("async_tp") else "on" if settings["sp"] else "off"
-        settings = settings | dict(sp=sp)
-    return {name: value for name, value in settings.items() if name not in WENT}
 
 
 def of_other_kind(found: Any, example: Any, name: str = "") -> Iterator[str]:
