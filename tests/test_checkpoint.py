@@ -133,19 +133,6 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
             assert error <= 1e-10 * want[name].abs().max(), f"{name}: {error}, from {chain[step - 2]} to {grid}"
 
 
-def test_a_run_of_an_earlier_version_goes_on(pool, tmp_path):
-    """Saved at ca8fd7d after two of four steps, in fp64, with --tp 2 --async-tp; its metrics go to the fourth step."""
-    there = Path(__file__).parent / "data" / "written_by_ca8fd7d"
-    shutil.copytree(there, tmp_path / "out")
-    pool.run(2, "runs:run", flags=f"--resume {tmp_path}/out --metrics {tmp_path}/out/metrics.jsonl "
-                                  f"--data {ROOT}/LICENSE")
-    before, got = (metrics(folder / "metrics.jsonl") for folder in (there, tmp_path / "out"))
-    assert [record["step"] for record in got] == [0, 1, 2, 3] and before[:2] == got[:2]
-    for old, new in zip(before, got):
-        assert all(new[name] == pytest.approx(old[name], rel=1e-12) for name in ("loss", "grad_norm", "lr"))
-    assert start.parse(f"--resume {tmp_path / 'out'} --data {ROOT}/LICENSE".split(), 2).grid.sp == "async"
-
-
 # ---- what a save does -----------------------------------------------------------------------------------------------
 
 def state_of(shape=(4, 3)) -> list[checkpoint.Piece]:
@@ -510,7 +497,7 @@ def forge(file: Path, **values) -> None:
 
 
 FORGED = {  # what is said of a run.json -> changes of it, of which each is said so
-    "/run.json has no {name}": [(name, None) for name in sorted(start.CONTENT.keys() - {"files", "published"})],
+    "/run.json has no {name}": [(name, None) for name in sorted(start.CONTENT.keys() - {"files"})],
     "/run.json is damaged or cannot be read": [("files", None)],
     " has format {value}, and this version reads 1": [("format", None), ("format", "1")],
     "/run.json names {setting}, which is outside of its folder": [
