@@ -548,7 +548,8 @@ def explain(part: str) -> None:
     print(f"usage: {launch} -m bench {part}{' [flags of train.py]' if part in TRAINING else ''}\n")
     if part in TRAINING:
         print(inspect.getdoc(bench_training), "\n")
-        contenders = [("   ", f"penteract {flags.format(n='N')}", "beside", rival) for flags, rival, _ in TRAINING[part]]
+        contenders = [("   ", f"penteract {flags.format(n='N')}", "beside", rival)
+                      for flags, rival, _ in TRAINING[part]]
         print(table(contenders, "<<<<"))
     else:
         print(inspect.getdoc(PARTS[part]))
