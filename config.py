@@ -74,15 +74,19 @@ def need(condition: bool, line: str) -> None:
         raise ValueError(line)
 
 
-def setting(default, help, choices=None, most=LARGEST, positive=False):
-    """Declare a field and its flag. A number must be from 0 (positive: above 0) to `most`, or the default itself, such
-    as a -1 that stands for something."""
+def setting(default, help, choices=None, most=LARGEST, positive=False, needs=""):
+    """Declare a field and its flag.
+
+    A number must be from 0 (positive: above 0) to `most`, or the default itself, such as a -1 that stands for
+    something. needs: the setting without which this one changes nothing; the command line then refuses it.
+    """
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(**initial, metadata={"help": help, "choices": choices, "most": most, "positive": positive})
+    about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs}
+    return field(**initial, metadata=about)
 
 
-def positive(default, help, most=LARGEST):
-    return setting(default, help, most=most, positive=True)
+def positive(default, help, most=LARGEST, needs=""):
+    return setting(default, help, most=most, positive=True, needs=needs)
 
 
 @dataclass
@@ -102,21 +106,27 @@ class Model:
     qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
     qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
     kv_lora_rank: int = setting(0, "latent attention (DeepSeek): width of what keys and values are made of; 0: none")
-    q_lora_rank: int = setting(0, "with --kv-lora-rank: width of what queries are made of; 0: the hidden state's")
-    rope_head_dim: int = setting(0, "with --kv-lora-rank: how much of head-dim is rotated, by one key for all heads")
-    v_head_dim: int = setting(0, "with --kv-lora-rank: width of a value head; 0: head-dim")
+    q_lora_rank: int = setting(0, "width of what queries are made of; 0: the hidden state's",
+                               needs="kv_lora_rank")
+    rope_head_dim: int = setting(0, "how much of head-dim is rotated, by one key for all heads",
+                                 needs="kv_lora_rank")
+    v_head_dim: int = setting(0, "width of a value head; 0: head-dim", needs="kv_lora_rank")
     window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
-    window_every: int = setting(0, "with --window, every so many layers one has full attention; 0: none has")
+    window_every: int = setting(0, "every so many layers one has full attention; 0: none has",
+                                needs="window")
     experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
-    top_k: int = positive(2, "experts that a token is sent to")
-    expert_ffn: int = setting(0, "width of an expert; 0: ffn")
-    shared_experts: int = setting(0, "experts that every token is sent to, besides its top-k")
-    dense_layers: int = setting(0, "how many of the first layers have a dense feed-forward instead of experts")
-    router: str = setting("softmax", "function from the router's logits to scores", ("softmax", "sigmoid"))
-    router_norm: bool = setting(True, "normalise the weights of a token's top-k experts to sum to 1")
-    router_scale: float = positive(1.0, "multiplies the weights of a token's top-k experts")
-    expert_groups: int = positive(1, "group-limited routing: how many groups the experts form")
-    top_groups: int = positive(1, "groups, those with the best scores, whose experts a token may be sent to")
+    top_k: int = positive(2, "experts that a token is sent to", needs="experts")
+    expert_ffn: int = setting(0, "width of an expert; 0: ffn", needs="experts")
+    shared_experts: int = setting(0, "experts that every token is sent to, besides its top-k", needs="experts")
+    dense_layers: int = setting(0, "how many of the first layers have a dense feed-forward instead of experts",
+                                needs="experts")
+    router: str = setting("softmax", "function from the router's logits to scores", ("softmax", "sigmoid"),
+                          needs="experts")
+    router_norm: bool = setting(True, "normalise the weights of a token's top-k experts to sum to 1", needs="experts")
+    router_scale: float = positive(1.0, "multiplies the weights of a token's top-k experts", needs="experts")
+    expert_groups: int = positive(1, "group-limited routing: how many groups the experts form", needs="experts")
+    top_groups: int = positive(1, "groups, those with the best scores, whose experts a token may be sent to",
+                               needs="experts")
     mtp: bool = setting(False, "multi-token prediction: one more block, used in training alone, learns to predict the "
                                "token after the next (DeepSeek-V3)")
 
@@ -159,10 +169,12 @@ class Grid:
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
     chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
-    ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts")
+    ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts",
+                       needs="experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
                         (0, 1, 2, 3))
-    dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks")
+    dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks",
+                                 needs="zero")
     sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
                             "async: its communication overlaps matmuls, shard by shard; GPUs need NVLink",
                       ("off", "on", "async"))
@@ -252,11 +264,14 @@ class Optim:
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "decay rates of AdamW's averages of the gradient and of its square")
     z_loss: float = setting(0.0, "coefficient of the z-loss, the square of each token's log-sum-exp of logits")
-    mtp_weight: float = positive(0.3, "coefficient of --mtp's loss (DeepSeek-V3: 0.3, later 0.1)")
-    aux_loss: float = setting(0.01, "coefficient of the auxiliary loss that balances experts (Switch Transformer)")
-    aux_over: str = setting("sequence", "--aux-loss balances the tokens of each", ("sequence", "micro-batch"))
-    router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss")
-    bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)")
+    mtp_weight: float = positive(0.3, "coefficient of --mtp's loss (DeepSeek-V3: 0.3, later 0.1)", needs="mtp")
+    aux_loss: float = setting(0.01, "coefficient of the auxiliary loss that balances experts (Switch Transformer)",
+                              needs="experts")
+    aux_over: str = setting("sequence", "--aux-loss balances the tokens of each", ("sequence", "micro-batch"),
+                            needs="experts")
+    router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss", needs="experts")
+    bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)",
+                               needs="experts")
     clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
     steps: int = setting(200, "optimizer steps")
     seed: int = setting(0, "initial weights and order of the samples")
@@ -271,7 +286,7 @@ class Data:
     separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or each file is one")
     doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
-    eval_every: int = setting(0, "steps between evaluations; 0: at the end only")
+    eval_every: int = setting(0, "steps between evaluations; 0: at the end only", needs="val_data")
     eval_steps: int = positive(8, "global batches per evaluation, at most all there are")
 
     def weights(self) -> tuple[int, ...]:
@@ -289,7 +304,7 @@ class Data:
 @dataclass
 class Run:
     out: str = setting("", "save checkpoints in this folder, on a file system that all ranks share")
-    save_every: int = setting(0, "steps between checkpoints; 0: after the last step only")
+    save_every: int = setting(0, "steps between checkpoints; 0: after the last step only", needs="out")
     keep: int = setting(2, "how many checkpoints stay in --out; 0: all")
     resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --out, if any; "
                               "settings that no flag gives are the checkpoint's")
@@ -429,22 +444,26 @@ class Divides(NamedTuple):
                              f"{'one of ' * (len(works) > 1)}{', '.join(map(str, works))}{self.hint}")
 
 
-OF_EXPERTS = ("top_k", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm", "router_scale",
-              "expert_groups", "top_groups", "ep", "aux_loss", "aux_over", "router_z_loss", "bias_rate")
-OF_LATENTS = ("q_lora_rank", "rope_head_dim", "v_head_dim")
-
-
 def rules(c: Config) -> list[Needs | Divides]:
     """Checked in this order: an error may take the rows before it for granted. All conditions are computed first, with
     the defaults that `complete` has filled in."""
-    return [*rules_of_the_model(c), *rules_of_the_run(c)]
+    return [*settings_without_effect(c), *rules_of_the_model(c), *rules_of_the_run(c)]
+
+
+def settings_without_effect(c: Config) -> list[Needs]:
+    """A rule for each field that is declared with `needs`."""
+    found = []
+    for name, f in FIELDS.items():
+        if other := f.metadata["needs"]:
+            is_on = c.value(other) not in ("none", "", False, 0, [])
+            values = [str(value) for value in FIELDS[other].metadata["choices"] or () if value]
+            found.append(Needs(flag(name), is_on, f"{flag(other)} {' or '.join(values)}".strip()))
+    return found
 
 
 def rules_of_the_model(c: Config) -> list[Needs | Divides]:
     model, grid, more_ranks = c.model, c.grid, ", or start more ranks (torchrun --nproc_per_node)"
     return [
-        *(Needs(flag(name), model.experts, "--experts") for name in OF_EXPERTS),
-        *(Needs(flag(name), model.kv_lora_rank, "--kv-lora-rank: latent attention") for name in OF_LATENTS),
         Divides("--heads", 0 if c.before_defaults["head_dim"] else model.hidden, "--hidden", ", or set --head-dim"),
         Divides("--kv-heads", model.heads, "--heads"),
         Divides("--expert-groups", model.experts, "--experts"),
@@ -471,7 +490,6 @@ def rules_of_the_model(c: Config) -> list[Needs | Divides]:
               "a --top-k of at most the experts in --top-groups of them"),
         Needs("--dense-layers", model.dense_layers < model.layers, "more --layers than these"),
         Needs("--head-dim", model.head_dim % 2 == 0, "to be even: rotary embedding rotates pairs of channels"),
-        Needs("--mtp-weight", model.mtp, "--mtp"),
         Needs("--kv-lora-rank", 0 < model.rope_head_dim < model.head_dim and model.rope_head_dim % 2 == 0,
               "an even --rope-head-dim, above 0 and below --head-dim"),
         Needs("--kv-lora-rank", model.value_dim <= model.head_dim, "a --v-head-dim of at most --head-dim"),
@@ -480,8 +498,7 @@ def rules_of_the_model(c: Config) -> list[Needs | Divides]:
         Needs("--kv-lora-rank", not model.qk_norm and not model.qkv_bias,
               "neither --qk-norm nor --qkv-bias: latents have norms of their own"),
         Needs("--kv-lora-rank", grid.cp_style == "allgather" and grid.cp_ulysses == 1,
-              "--cp-style allgather alone: ranks gather latents, others would send whole heads"),
-        Needs("--window-every", model.window, "--window, without which all layers have full attention")]
+              "--cp-style allgather alone: ranks gather latents, others would send whole heads")]
 
 
 def rules_of_the_run(c: Config) -> list[Needs]:
@@ -500,7 +517,6 @@ def rules_of_the_run(c: Config) -> list[Needs]:
         Needs("--tp", model.kv_heads % grid.tp == 0 or grid.tp % model.kv_heads == 0,
               "--kv-heads that it divides, or that divide it"),
         Needs("--tp", model.vocab >= grid.tp, "a --vocab of at least as many"),  # shards may differ
-        Needs("--dp-replicate", grid.zero, "--zero 1, 2 or 3: something that is sharded"),
         Needs("--dp-replicate", grid.dp * grid.cp > grid.dp_replicate,
               "--dp x --cp above it, or a replica has one rank and shards nothing"),
 
@@ -521,8 +537,6 @@ def rules_of_the_run(c: Config) -> list[Needs]:
         Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: its last token is --vocab less one"),
         Needs("--min-lr", optim.min_lr <= optim.lr, "an --lr that is not below it"),
         Needs("--warmup", optim.warmup <= optim.steps or not optim.steps, "as many --steps"),
-        Needs("--eval-every", data.val_data, "--val-data"),
-        Needs("--save-every", run.out, "--out, the folder to save in"),
         Needs("--rewind", run.max_skipped and run.save_every,
               "--max-skipped, and --save-every, for a checkpoint to go back to"),
         Needs("--offload", not run.dry_run,
@@ -717,6 +731,8 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str | None = 
                 if f.type is tuple:
                     default = ",".join(map(str, default))
             shown = "" if default == "" else f" [{default}]"
+            if f.metadata["needs"]:
+                shown = f" (with {flag(f.metadata['needs'])}){shown}"
             group.add_argument(flag(f.name), help=f.metadata["help"] + shown, **kwargs)
     return parser
 
@@ -780,9 +796,9 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     if inherited is None:
         inherited, owner = PRESETS[preset], f"of --preset {preset}"
-    left_out = [*(OF_EXPERTS if flags.get("experts") == 0 else ()),
-                *(OF_LATENTS if flags.get("kv_lora_rank") == 0 else ())]
-    inherited = {name: value for name, value in inherited.items() if name not in left_out}
+    for name, f in FIELDS.items():  # such as all that is said of experts
+        if f.metadata["needs"] in ("experts", "kv_lora_rank") and flags.get(f.metadata["needs"]) == 0:
+            inherited = {other: value for other, value in inherited.items() if other != name}
     values = inherited | flags
     config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
                        for name, section in SECTIONS.items()})
