@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -92,23 +94,30 @@ def test_a_wrong_command_line_is_one_clear_line(ranks, line, says):
     assert says in said and said.startswith(("--", "@", "16: ")) and "\n" not in said
 
 
-REFUSED = [  # by each row of config.rules, in its order
-    "--top-k 3", "--expert-ffn 8", "--shared-experts 1", "--dense-layers 1", "--router sigmoid", "--no-router-norm",
-    "--router-scale 0.5", "--expert-groups 2", "--top-groups 2", "--ep 2", "--aux-loss 0.5",
-    "--aux-over micro-batch", "--router-z-loss 0.5", "--bias-rate 0.5",
-    "--q-lora-rank 8", "--rope-head-dim 8", "--v-head-dim 8",
+def changed(field) -> str:
+    """The flag of a field with a value other than its default."""
+    flag = config.flag(field.name)
+    if field.type is bool:
+        return f"--no-{flag[2:]}" if field.default else flag
+    if choices := field.metadata["choices"]:
+        return f"{flag} {next(value for value in choices if value != field.default)}"
+    return f"{flag} {field.default + 1 if field.type is int else field.default + 0.25}"
+
+
+# A command line for every rule, which refuses it. The first ones: a setting without the one that it needs.
+REFUSED = [changed(field) for field in config.FIELDS.values() if field.metadata["needs"]] + [
     "--heads 5", "--kv-heads 3", "--expert-groups 3 --experts 8", "--pp 3", "--tp 3", "--cp 3", "--tp 8",
     "--tp 2 --ffn 55", "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", "--cp 8 --cp-style ulysses",
     "--cp-ulysses 3 --cp 4", "--cp-ulysses 4 --cp 4 --tp 2 --kv-heads 4",
     "--dp-replicate 3 --zero 1", "--ep 4 --experts 6", "--ep 8 --experts 8 --zero 1 --dp-replicate 2",
 
     "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
-    "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15", "--mtp-weight 0.1",
+    "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15",
     "--kv-lora-rank 8", f"{LATENT} --v-head-dim 33", "--kv-lora-rank 8 --rope-head-dim 4", f"{LATENT} --qk-norm",
     f"{LATENT} --cp 2 --cp-style ring",
-    "--window-every 2", "--schedule afab", "--chunks 2 --pp 2", "--pp 8",
+    "--schedule afab", "--chunks 2 --pp 2", "--pp 8",
     "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
-    "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7", "--dp-replicate 2",
+    "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7",
     "--dp-replicate 8 --zero 3",
 
     "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2",
@@ -116,17 +125,39 @@ REFUSED = [  # by each row of config.rules, in its order
     "--moments bf16 --betas 0.9,0.991", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 258",
     "--kernels torch --attention triton", "--offload activations",
 
-    "--separator 257", "--min-lr 0.0021", "--warmup 201", "--eval-every 2", "--save-every 2", "--rewind 1",
+    "--separator 257", "--min-lr 0.0021", "--warmup 201", "--rewind 1",
     "--offload optimizer --dry-run 0/8", "--grid auto --dry-run 0/8", "--doc-mask --dry-run 0/8"]
 
 
-@pytest.mark.parametrize("number, refused", [*enumerate(REFUSED)], ids=REFUSED)
-def test_a_rule_names_flag_and_value_and_what_would_work(number, refused, monkeypatch):
-    """The divisors that it proposes it accepts; no other rule says the same, and none is without a command line."""
-    rules = config.rules
-    table = rules(config.parse([]))
-    assert len(table) == len(REFUSED)
-    line, rule = what_is_said(refused), table[number]
+def what_refuses(line: str) -> int | None:
+    """The number of the rule that refuses a command line, in the order of `config.rules`; None: no rule does."""
+    rules, refused_by = config.rules, []
+
+    def check(number, rule, c):
+        try:
+            rule.check(c)
+        except ValueError:
+            refused_by.append(number)
+            raise
+
+    def watched(c):
+        return [SimpleNamespace(setting=rule.setting, check=partial(check, number, rule))
+                for number, rule in enumerate(rules(c))]
+
+    with patch.object(config, "rules", watched):
+        what_is_said(line)
+    return refused_by[0] if refused_by else None
+
+
+def test_every_rule_refuses_a_command_line():
+    assert sorted(map(what_refuses, REFUSED)) == list(range(len(config.rules(config.parse([])))))
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_rule_names_flag_and_value_and_what_would_work(refused, monkeypatch):
+    """The divisors that it proposes it accepts, and no other rule says the same."""
+    rules, number = config.rules, what_refuses(refused)
+    line, rule = what_is_said(refused), rules(config.parse([]))[number]
     asked, _, others = refused.partition(" --")
     name, _, value = asked.partition(" ")
     assert line.startswith(asked) and "\n" not in line
@@ -140,6 +171,12 @@ def test_a_rule_names_flag_and_value_and_what_would_work(number, refused, monkey
         assert line == f"{asked} needs {rule.missing}"
     monkeypatch.setattr(config, "rules", lambda c: [rule for i, rule in enumerate(rules(c)) if i != number])
     assert what_is_said(refused) != line
+
+
+def test_help_names_the_setting_that_a_setting_needs():
+    shown = " ".join(config.make_parser().format_help().split())
+    assert "experts that a token is sent to (with --experts) [2]" in shown
+    assert shown.count("(with --") == sum(bool(field.metadata["needs"]) for field in config.FIELDS.values())
 
 
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
