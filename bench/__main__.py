@@ -4,7 +4,9 @@
     python -m bench ep                               a layer of experts; rivals: transformers' Mixtral blocks
     python -m bench check                            do our kernels run here, and are they right? See bench/check.py
     torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs, see bench/smoke.py
-    python -m bench gpu                              kernels and training on one GPU, see bench/gpu.py; --out FOLDER
+    python -m bench gpu                              is all right on a GPU, and how fast? In 575 s, or --limit SECONDS;
+                                                     the same command goes on where it ended. What it finds is in the
+                                                     folder of --out FOLDER; --only STAGES. See bench/gpu.py
     torchrun --nproc_per_node=4 -m bench dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
                                                      ZeroRedundancyOptimizer, at level 3 fully_shard (FSDP2); DTensor
     torchrun --nproc_per_node=4 -m bench cp          attention over one long sequence; rival: torch's with a mask,

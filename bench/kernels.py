@@ -1,7 +1,7 @@
 """What `python -m bench gpu` measures of single kernels: ours, their rivals, and the same in fp64.
 
-Each function makes the contenders of one row, which do equal work on equal inputs, and returns bench_rows.compare's
-result. bench/gpu.py lists the rows.
+Each function makes the contenders of one row, which do equal work on equal inputs, and returns what bench/rows.py's
+`compare` finds. bench/gpu_rows.py lists the rows.
 
 Shapes: B batch, S sequence, N heads, K kv heads, D head dim, T tokens, H hidden, V vocabulary.
 """
@@ -55,36 +55,6 @@ def copy_rate() -> float:
 
 def bytes_rate(nbytes: float) -> Rate:
     return lambda seconds: f"{nbytes / seconds / 1e12:.2f} TB/s, {nbytes / seconds / copy_rate():.0%} of a copy"
-
-
-# ---- calls of torch that training relies on --------------------------------------------------------------------------
-
-def measure_addmm() -> Result:
-    """accumulate_product, which training uses for weight gradients: bf16 operands, added to an fp32 matrix."""
-    def make() -> tuple[Tensor, ...]:
-        return *random_tensors((2048, 1024), (2048, 1536)), torch.randn(1024, 1536, device="cuda")
-
-    def add(dy: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        accumulate_product(out, dy.t(), x)
-        return out
-
-    return compare({"ours": add}, make(), flops_rate(2 * 2048 * 1024 * 1536),
-                   in_fp64(lambda dy, x, out: out + dy.t() @ x), make)
-
-
-def measure_scaled_mm(kind: str) -> Result:
-    """F.scaled_mm on operands as the recipes have them, against the product in fp64 of what they stand for."""
-    x, w = random_tensors((1024, 2048), (512, 2048))
-    one = x.abs().amax().float() / 448 if kind == "one scale" else None
-    a, _ = fp8.quantise(x, fp8.E4M3, one)
-    b = fp8.pad_tile_scales(fp8.quantise(w, fp8.E4M3, one, tiles=kind == "1 x 128 by 128 x 128")[0])
-
-    def exact() -> Tensor:
-        a64, b64 = (fp8.dequantise(fp8.Quantised(q.data.cpu(), q.scales.cpu()), torch.float64) for q in (a, b))
-        return (a64 @ b64.t()).cuda()
-
-    return compare({"F.scaled_mm": lambda: fp8.product(a, b, torch.bfloat16)}, (),
-                   flops_rate(2 * x.numel() * len(w)), exact)
 
 
 # ---- matmuls --------------------------------------------------------------------------------------------------------

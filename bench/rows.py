@@ -5,7 +5,8 @@ contender that fails is named beside the times of those that do not. In the outp
 
     table.md       a line per row; rewritten after each
     rows.jsonl     the same as JSON, with everything that the table leaves out. A row that is in here is not measured
-                   again, so the same command goes on where it ended; delete a line to measure its row again
+                   again on the same card, so the same command goes on where it ended; delete a line to measure its row
+                   again
     reports.txt    longer texts: kernels by the time that they take
     clocks.csv     twice a second the SM clock, the power, the temperature and the utilisation, by nvidia-smi
 
@@ -40,6 +41,10 @@ CLOCKS = "timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu"
 IS_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
+LEAST_S = 30  # no row begins with less time left
+ROW_LIMIT_S = 90  # a row that takes longer is given up
+
+
 class Result(NamedTuple):
     seconds: float  # ours
     rate: str = ""  # ours
@@ -48,13 +53,22 @@ class Result(NamedTuple):
     failures: dict[str, str] = {}  # contenders without a time, and why
     report: str = ""
     ours: str = "ours"
+    rates: dict[str, str] = {}  # of rivals, by name
 
 
 class Row(NamedTuple):
     name: str
-    measure: Callable[[], Result]  # picklable
-    aim: str = ""  # the largest good ratio, or the rate to reach
+    measure: Callable[[], Result | str]  # picklable. A text says why there is no result
+    expected: str = ""  # what the table says beside the result: what was worked out before, and from what
     rival: str = ""  # the name of the earlier row that this one is compared with, if any
+
+
+class Report(NamedTuple):
+    """What is written into a folder, and about which card."""
+    folder: str
+    rows: list[Row]  # all lines of the table
+    card: str = ""
+    title: str = ""  # above the table
 
 
 Outcomes = dict[str, tuple[Result | str, str]]  # by a row's name: its result, or why there is none, and the clocks
@@ -101,7 +115,8 @@ def compare(contenders: Contenders, inputs: tuple, rate: Rate, exact: Callable |
     if ours not in seconds:
         raise RuntimeError(f"{ours}: {failures[ours]}; others in ms: {as_ms(seconds)}")
     time_of_ours = seconds.pop(ours)
-    return Result(time_of_ours, rate(time_of_ours), seconds, errors, failures, ours=ours)
+    rates = {name: rate(time) for name, time in seconds.items()}
+    return Result(time_of_ours, rate(time_of_ours), seconds, errors, failures, ours=ours, rates=rates)
 
 
 def choose(result: Result) -> str:
@@ -157,26 +172,30 @@ def as_ms(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {value * 1e3:.3f}" for name, value in seconds.items())
 
 
+COLUMNS = ("what", "ours, ms", "rate", "expected", "rivals, ms", "ratio: ours / fastest rival", "errors; the choice",
+           "clock")
+
+
 def table(rows: list[Row], outcomes: Outcomes) -> str:
     """Markdown."""
-    lines = ["| what | ours, ms | rate | rivals, ms | ratio: ours / fastest rival | aim | errors; the choice | clock |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
     results = {name: outcome for name, (outcome, _) in outcomes.items() if isinstance(outcome, Result)}
     for row in rows:
         outcome, clock = outcomes.get(row.name, ("no time was left", ""))
         if row.name not in results:
-            lines.append(f"| {row.name} | not measured: {outcome} | | | | {row.aim} | | |")
+            lines.append([row.name, f"not measured: {outcome}", "", row.expected, "", "", "", ""])
             continue
         rivals = dict(outcome.rivals)
         if row.rival in results:
             rivals[row.rival] = results[row.rival].seconds
+        others = [f"{as_ms({name: seconds})} {outcome.rates.get(name, '')}".strip() for name, seconds in rivals.items()]
+        others += [f"{name}: {why}" for name, why in outcome.failures.items()]
         ratio = f"{outcome.seconds / min(rivals.values()):.2f}" if rivals else ""
-        others = "; ".join(filter(None, [as_ms(rivals), *(f"{name}: {why}" for name, why in outcome.failures.items())]))
         errors = ", ".join(f"{name} {error:.1e}" for name, error in outcome.errors.items())
         choice = f"{errors}; choose {choose(outcome)}" if errors else ""
-        lines.append(f"| {row.name} | {outcome.seconds * 1e3:.3f} | {outcome.rate} | {others} | {ratio} | {row.aim} "
-                     f"| {choice} | {clock} |")
-    return "\n".join(lines)
+        lines.append([row.name, f"{outcome.seconds * 1e3:.3f}", outcome.rate, row.expected, "; ".join(others), ratio,
+                      choice, clock])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 class Worker:
@@ -193,48 +212,73 @@ class Worker:
             for process in list(self.executor._processes.values()):  # Python 3.14 has kill_workers()
                 process.kill()
             self.executor = None
-            return f"more than {limit_s:g} s" if isinstance(error, TimeoutError) else first_line(error)
+            return too_long(limit_s) if isinstance(error, TimeoutError) else first_line(error)
+
+    def close(self) -> None:
+        """End the process, and with it what it holds of the GPU's memory."""
+        if self.executor:
+            self.executor.shutdown()
 
 
-def measure_rows(rows: list[Row], title: str, folder: str, start_limit_s: float, row_limit_s: float = 120) -> None:
-    """Measure in this order what is not in the folder yet, writing the files after each row. No row begins after
-    start_limit_s; one that takes longer than row_limit_s is abandoned."""
-    os.makedirs(folder, exist_ok=True)
+def too_long(limit_s: float) -> str:
+    return f"more than {limit_s:g} s"
+
+
+def measure_rows(rows: list[Row], report: Report, limit_s: float, row_limit_s: float = ROW_LIMIT_S) -> None:
+    """Measure in this order those of the report's rows that are not in its folder yet, and write the files after each.
+    After limit_s all ends: a row that this cuts short, or for which less than LEAST_S is left, is left to the next
+    run."""
+    os.makedirs(report.folder, exist_ok=True)
     os.environ["TQDM_DISABLE"] = "1"  # of the process that measures: no progress bars in the log
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in training, see run/start.py
-    began, known, worker, log = time.monotonic(), read_outcomes(folder), Worker(), ClockLog(folder)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # of rivals: starting one for each core takes longer
+    began, known, worker, log = time.monotonic(), read_outcomes(report), Worker(), ClockLog(report.folder)
+    write_table(report, known)
     with log.running():
         for row in rows:
-            elapsed_s = time.monotonic() - began
-            if row.name not in known and elapsed_s <= start_limit_s:
-                known[row.name] = worker.measure(row, row_limit_s), log.since_last_call()
-                write_outcome(folder, row, *known[row.name], elapsed_s)
-            with open(os.path.join(folder, "table.md"), "w") as file:
-                file.write(f"{title}\n\n{table(rows, known)}\n")
+            began_s = time.monotonic() - began
+            row_s = min(row_limit_s, limit_s - began_s)
+            if row.name in known or limit_s - began_s < LEAST_S:
+                continue
+            outcome, clock = worker.measure(row, row_s), log.since_last_call()
+            if outcome != too_long(row_s) or row_s == row_limit_s:
+                known[row.name] = outcome, clock
+                write_outcome(report, row, outcome, clock, began_s)
+                write_table(report, known)
+    worker.close()
     left = sum(row.name not in known for row in rows)
     more = ": the same command measures the others" if left else ""
-    print(f"{len(rows) - left} of {len(rows)} rows are in {folder}{more}")
+    print(f"{len(rows) - left} of {len(rows)} rows are in {report.folder}{more}", flush=True)
 
 
-def read_outcomes(folder: str) -> Outcomes:
-    if not os.path.exists(path := os.path.join(folder, "rows.jsonl")):
+def write_table(report: Report, outcomes: Outcomes) -> None:
+    with open(os.path.join(report.folder, "table.md"), "w") as file:
+        file.write(f"{report.title}\n\n{table(report.rows, outcomes)}\n")
+
+
+def read_outcomes(report: Report) -> Outcomes:
+    """Of this card."""
+    if not os.path.exists(path := os.path.join(report.folder, "rows.jsonl")):
         return {}
     outcomes = {}
     with open(path) as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, or of another version: again
                 found = json.loads(line)
-                outcomes[found["row"]] = found.get("failure") or Result(**found["result"]), found["clock"]
+                if found["card"] == report.card:
+                    outcomes[found["row"]] = found.get("failure") or Result(**found["result"]), found["clock"]
     return outcomes
 
 
-def write_outcome(folder: str, row: Row, outcome: Result | str, clock: str, began_s: float) -> None:
+def write_outcome(report: Report, row: Row, outcome: Result | str, clock: str, began_s: float) -> None:
     """Print an outcome in a line, and append it to rows.jsonl and its report to reports.txt."""
-    measured, report = dict(failure=outcome), ""
+    measured, text = dict(failure=outcome), ""
     if isinstance(outcome, Result):
-        measured, report = dict(result=outcome._replace(report="")._asdict()), outcome.report
-    print(f"{began_s:.0f} s: {row.name}: {clock} {measured}", flush=True)
-    with open(os.path.join(folder, "rows.jsonl"), "a") as file:  # whose last line may have been cut short
-        print("\n" + json.dumps(dict(row=row.name, began_s=began_s, clock=clock) | measured), file=file)
-    with open(os.path.join(folder, "reports.txt"), "a") as file:
-        file.write(f"## {row.name}\n\n{report}\n\n" if report else "")
+        measured, text = dict(result=outcome._replace(report="")._asdict()), outcome.report
+    print(f"{began_s:.0f} s: {row.name}: {clock} {measured}" + f"; expected: {row.expected}" * bool(row.expected),
+          flush=True)
+    record = dict(row=row.name, card=report.card, began_s=began_s, clock=clock, expected=row.expected) | measured
+    with open(os.path.join(report.folder, "rows.jsonl"), "a") as file:  # whose last line may have been cut short
+        print("\n" + json.dumps(record), file=file)
+    with open(os.path.join(report.folder, "reports.txt"), "a") as file:
+        file.write(f"## {row.name}\n\n{text}\n\n" if text else "")
