@@ -2,7 +2,6 @@
 import contextlib
 import io
 import os
-import pickle
 import re
 import time
 from functools import partial
@@ -22,27 +21,28 @@ import fp8
 import kernels
 import param
 from bench import __main__ as bench
-from bench import check, smoke
+from bench import check, gpu_rows, smoke, training
 from bench import gpu as bench_gpu
 from bench import kernels as bench_kernels
 from bench import rows as bench_rows
-from bench.rows import Result, Row
+from bench.rows import Report, Result, Row
 from run import device, job
 from zero import Optimizer
 
 
 def test_a_table_has_a_line_per_row_and_ratios_to_the_fastest_rival():
-    """And the choice, which is the fastest contender that is right."""
-    rows = [Row("x", None, "1.0"), Row("y", None), Row("z", None, "0.5", rival="x"), Row("w", None, rival="y")]
-    x = Result(0.003, "3 TB/s", {"fast": 0.002, "wrong": 0.001}, {"ours": 1e-3, "fast": 1.5e-3, "wrong": 5e-3})
+    """And the choice, which is the fastest contender that is right, and what was expected."""
+    rows = [Row("x", None, "2 TB/s"), Row("y", None, "fast"), Row("z", None, "0.5", "x"), Row("w", None, rival="y")]
+    x = Result(0.003, "3 TB/s", {"fast": 0.002, "wrong": 0.001}, {"ours": 1e-3, "fast": 1.5e-3, "wrong": 5e-3},
+               rates={"fast": "4 TB/s"})
     w = Result(1, rivals={"unchecked": 2, "wrong": 0.5}, errors={"ours": 1e-3, "wrong": float("inf")})
     outcomes = dict(x=(x, "9 MHz"), z=(Result(0.006, failures={"TMA": "OutOfResources: shared"}), ""), w=(w, ""))
     assert bench_rows.table(rows, outcomes).splitlines()[2:] == [
-        "| x | 3.000 | 3 TB/s | fast 2.000, wrong 1.000 | 3.00 | 1.0 "
+        "| x | 3.000 | 3 TB/s | 2 TB/s | fast 2.000 4 TB/s; wrong 1.000 | 3.00 "
         "| ours 1.0e-03, fast 1.5e-03, wrong 5.0e-03; choose fast | 9 MHz |",
-        "| y | not measured: no time was left | | | |  | | |",
-        "| z | 6.000 |  | x 3.000; TMA: OutOfResources: shared | 2.00 | 0.5 |  |  |",
-        "| w | 1000.000 |  | unchecked 2000.000, wrong 500.000 | 2.00 |  | ours 1.0e-03, wrong inf; choose ours |  |"]
+        "| y | not measured: no time was left |  | fast |  |  |  |  |",
+        "| z | 6.000 |  | 0.5 | x 3.000; TMA: OutOfResources: shared | 2.00 |  |  |",
+        "| w | 1000.000 |  |  | unchecked 2000.000; wrong 500.000 | 2.00 | ours 1.0e-03, wrong inf; choose ours |  |"]
 
 
 def test_a_call_is_timed_by_triton_in_ms(monkeypatch):
@@ -95,44 +95,43 @@ result = partial(Result, 1.0, report="many kernels")  # what a row's process cal
 
 
 def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ended(tmp_path):
-    """Rows for which no time was left, or that were cut short, are measured the next time, and those alone."""
-    def measure(rows: list[Row], **limits: float) -> list[str]:
+    """Rows for which no time was left, or that were cut short, are measured the next time, and those alone. Of another
+    card's rows nothing is taken."""
+    def measure(rows: list[Row], limit_s: float = 420, **limits: float) -> list[str]:
         """Of each row its time in ms, or the failure."""
-        bench_rows.measure_rows(rows, "a GPU", str(tmp_path), **dict(start_limit_s=420) | limits)
+        report = Report(str(tmp_path), [*rows, Row("of another stage", None)], "a GPU")
+        bench_rows.measure_rows(rows, report, limit_s, **limits)
         lines = (tmp_path / "table.md").read_text().splitlines()[4:]
+        assert lines.pop().startswith("| of another stage | not measured: no time was left |")
         return [line.split(" | ")[1].removeprefix("not measured: ") for line in lines]
 
-    bench_rows.write_outcome(str(tmp_path), Row("known", None), Result(1.0), "1650 MHz", 2.0)
+    for name, card, seconds in ("known", "a GPU", 1.0), ("first", "another GPU", 2.0):
+        bench_rows.write_outcome(Report(str(tmp_path), [], card), Row(name, None), Result(seconds), "1650 MHz", 2.0)
     with open(tmp_path / "rows.jsonl", "a") as file:
-        file.write('{"row": "of another version", "clock": ""}\n{"row": "cut sho')
+        file.write('{"row": "of another version", "clock": "", "card": "a GPU"}\n{"row": "cut sho')
     rows = [Row("known", None), Row("first", result), Row("raises", partial(int, "x")),
-            Row("dies", partial(os._exit, 3)), Row("follows", result)]
-    known, first, raises, dies, follows = before = measure(rows)
-    assert known == first == follows == "1000.000" and dies.startswith("BrokenProcessPool")
+            Row("dies", partial(os._exit, 3)), Row("does not fit", partial(str, "takes 9 GB")), Row("follows", result)]
+    known, first, raises, dies, fits, follows = before = measure(rows)
+    assert known == first == follows == "1000.000" and dies.startswith("BrokenProcessPool") and fits == "takes 9 GB"
     assert raises.startswith("ValueError: invalid literal for int() with base 10: 'x'")
     assert (tmp_path / "reports.txt").read_text() == "## first\n\nmany kernels\n\n## follows\n\nmany kernels\n\n"
     rows = [row._replace(measure=None) for row in rows]
-    assert measure([*rows, Row("late", None, rival="first")], start_limit_s=-1) == [*before, "no time was left"]
+    assert measure([*rows, Row("late", result, rival="first")], limit_s=bench_rows.LEAST_S - 1) == [
+        *before, "no time was left"]
     assert measure([*rows, Row("late", result, rival="first")]) == [*before, "1000.000"]
     table = (tmp_path / "table.md").read_text()
     assert "| first 1000.000 | 1.00 |" in table and table.count("| 1650 MHz |") == 1
-    assert measure([Row("hangs", partial(time.sleep, 600))], row_limit_s=0.5) == ["more than 0.5 s"]
-
-
-def test_rows_can_be_sent_to_another_process_and_trained_and_have_different_names():
-    rows = [row for part in bench_gpu.PARTS.values() for row in part]
-    names = [row.name for row in rows]
-    assert [row.name for row in pickle.loads(pickle.dumps(rows))] == names
-    assert len(set(names)) == len(names) and {row.rival for row in rows} <= {"", *names}
-    for row in bench_gpu.PARTS["training"]:
-        assert config.parse(f"--seq 4096 --dtype bf16 {row.measure.args[0]}".split()).batch.seq == 4096
+    hanging = [Row("hangs", partial(time.sleep, 600))]
+    with patch.object(bench_rows, "LEAST_S", 0):
+        assert measure(hanging, limit_s=0.5) == ["no time was left"]
+    assert measure(hanging, row_limit_s=0.5) == ["more than 0.5 s"]
 
 
 @pytest.mark.parametrize("refuse, flags, message", [
-    (bench_gpu.parse, "--only loss", "--only loss: the parts are checks, training, "),
-    (bench_gpu.parse, "--layers 2", "--layers 2: gpu knows --out"),
+    (bench_gpu.parse, "--only loss", "--only loss: the stages are right, training, "),
+    (bench_gpu.parse, "--layers 2", "--layers 2: gpu knows --limit"),
     (bench_gpu.parse, f"--out {__file__}", f"--out {__file__} is a file: name a folder"),
-    (bench_gpu.parse, "--minutes x", "--minutes: invalid float value: 'x'"),
+    (bench_gpu.parse, "--limit x", "--limit: invalid float value: 'x'"),
     (check.main, "--preset nemo", "--preset nemo"), (check.main, "--preset tiny --tp 2", "--tp 2: unknown"),
     (partial(smoke.parse, ranks=2), "--grids=--tp=3", "--tp 3"),
     (partial(bench.check, ["cp"], ranks=1), "", "cp needs several ranks: run under torchrun --nproc_per_node=4 -m "),
@@ -167,7 +166,7 @@ def test_steps_are_timed_by_the_clock_on_a_cpu_and_between_events_on_a_gpu(monke
 
 @contextlib.contextmanager
 def on_a_small_cpu():
-    """What bench_gpu asks of a GPU is done on the CPU, in fp32, once, with small sizes."""
+    """What rows ask of a GPU is done on the CPU, in fp32, once, with small sizes."""
     def without_device(function):
         return lambda *args, device=None, **kwargs: function(*args, **kwargs)
 
@@ -189,8 +188,7 @@ def on_a_small_cpu():
 
 BF16 = {"bf16", *config.FP8_RECIPES}
 SMALL_ROWS = [  # function, arguments, its contenders
-    *(("scaled_mm", (kind,), None) for kind in ("one scale", "1 x 128 by 128 x 128", "1 x 128 by 1 x 128")),
-    ("addmm", (), None), ("norm_programs", (), {f"{count} programs" for count in (kernels.PROGRAMS, 528, 1056)}),
+    ("norm_programs", (), {f"{count} programs" for count in (kernels.PROGRAMS, 528, 1056)}),
     ("loss", (300, 64), {"ours", "compiled", "eager"}),
     *(("attention", (step, 1, 64, 4, 2, 16), {"ours", "cuDNN", "torch's flash"}) for step in ("forward", "backward")),
     *(("attention", (step, 1, 64, 4, 2, 16, 3), {"ours", "torch's, with a mask"}) for step in ("forward", "backward")),
@@ -200,7 +198,8 @@ SMALL_ROWS = [  # function, arguments, its contenders
 
 
 @pytest.mark.parametrize("measure, contenders", [
-    *(pytest.param(row.measure, None, id=row.name) for row in bench_gpu.PARTS["kernels"][1:]),
+    *(pytest.param(row.measure, None, id=row.name) for row in gpu_rows.kernel_rows(1 << 37)
+      if re.search("fused|quantise|fp8", str(row.measure))),
     *((partial(getattr(bench_kernels, f"measure_{name}"), *how), names) for name, how, names in SMALL_ROWS)])
 def test_rows_run_and_agree_with_fp64(cudnn, measure, contenders):
     with on_a_small_cpu():
@@ -215,11 +214,11 @@ def test_rows_run_and_agree_with_fp64(cudnn, measure, contenders):
 def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
     """Whether results are read at once or, as on a GPU, when the next step has been launched. Metrics are of all."""
     profiler = Mock(events=list)
-    monkeypatch.setattr(bench_gpu, "profile", lambda activities: profiler)
+    monkeypatch.setattr(training, "profile", lambda activities: profiler)
     monkeypatch.setattr(job, "reads_late", lambda device: late)
     calls = (Optimizer, "step", "step"), (profiler, "start", "start"), (profiler, "stop", "stop")
     with on_a_small_cpu(), in_order(*calls) as events:
-        records, kernels = bench_gpu.train_llama(
+        records, kernels = training.train_llama(
             "--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --dtype fp32", 6, 2)
     assert events == [*4 * ["step"], "start", "step", "step", "stop"] and kernels == []
     assert [record["step"] for record in records] == [*range(6)] and records[0]["step_s"] > 0
@@ -227,7 +226,7 @@ def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
 
 def test_kernels_are_listed_by_the_time_that_they_take_which_is_split_by_their_names():
     kernels = [(0, 10, "nvjet_a"), (10, 20, "nvjet_a"), (30, 60, "flash_forward_kernel"), (60, 80, "copy")]
-    split, report = bench_gpu.describe_kernels(kernels, steps=2)
+    split, report = training.describe_kernels(kernels, steps=2)
     assert split == "attention 37.5%, GEMM 25.0%, elementwise 25.0%, idle 12.5%"
     assert [line.split() for line in report.splitlines()[3:]] == [
         ["0.01", "0", "37.5%", "flash_forward_kernel"], ["0.01", "1", "25.0%", "nvjet_a"],
@@ -237,7 +236,7 @@ def test_kernels_are_listed_by_the_time_that_they_take_which_is_split_by_their_n
             ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"), ("sm90_xmma_gemm_bf16bf16_bf16f32", "GEMM"),
             ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
             ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")]:
-        assert bench_gpu.kind_of(kernel) == kind
+        assert training.kind_of(kernel) == kind
 
 
 # ---- rows against rivals --------------------------------------------------------------------------------------------

@@ -17,7 +17,10 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
 FOLDERS = {"plan", "run", "bench", "learn"}
 # From the top to the bottom: a file imports files of lower lines alone.
 FLOORS = """
-bench.__main__ bench.check bench.gpu bench.kernels bench.rows bench.smoke
+bench.__main__ bench.check bench.gpu bench.smoke
+bench.gpu_rows bench.probe_gpu
+bench.kernels bench.training
+bench.rows
 learn.pictures
 plan.fit
 plan.__main__
