@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from collectives import Group, all_reduce, all_to_all, exchange_rows, run_demo, to_device
-from config import Model
+from config import Model, need
 from operations import swiglu
 from param import Spec, acc_dtype, accumulate_grad, accumulate_product, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
@@ -87,6 +87,10 @@ class Router:
     name: the bias's in checkpoints. weight: [E, H], a parameter of the model."""
 
     def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
+        need(model.router in ("softmax", "sigmoid"), f"router {model.router}: must be softmax or sigmoid")
+        need(balance.over in ("sequence", "micro-batch"), f"over {balance.over}: must be sequence or micro-batch")
+        choice = model.experts // model.expert_groups * model.top_groups
+        need(model.top_k <= choice, f"top_k {model.top_k}: top_groups have only {choice} experts")
         self.name, self.weight, self.model, self.balance = name, weight, model, balance
         self.bias = torch.zeros(model.experts, dtype=acc_dtype(weight.dtype), device=weight.device)
         self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert

@@ -19,13 +19,13 @@ One call makes the links of a round, pairs without a common rank: 2 calls for tw
 ring.
 """
 import datetime
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from collectives import Group, Groups
-from config import Grid, Model
+from config import Grid, Model, need
 
 AXES = ("muon", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
         "ep", "edp")  # members_of_axes says what each is
@@ -56,7 +56,7 @@ def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
 
 
 def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list[int]]]:
-    """Axis -> the ranks of each of its groups."""
+    """Axis -> the ranks of each of its groups. Raises ValueError unless each rank is in one group of each axis."""
     shards = grid.dp // grid.dp_replicate
     dense = dict(pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)
     members = {
@@ -79,6 +79,10 @@ def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list
     if model.experts:  # an ep group has each expert once, an edp group the same ones
         experts = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep, ep=grid.ep)
         members |= {"edp": groups_along(experts, "edp"), "ep": groups_along(experts, "ep")}
+    for axis, groups in members.items():
+        found = sorted(chain(*groups))
+        need(found == [*range(world)], f"axis {axis}: its groups have {len(found)} ranks, and there are {world}: the "
+                                       "grid's sizes must divide each other")
     if grid.pp > 1 and not grid.v_shaped:  # the first and the last stage, which may share an embedding
         members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]
     return members

@@ -23,7 +23,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from config import Model, parse
+from config import Model, need, parse
 from operations import RMSNorm, rotate_tail
 from param import Spec
 from tp import ColumnParallelLinear, MakeParameter, RowParallelLinear, TensorParallel
@@ -43,6 +43,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         H, N, D, name = model.hidden, model.heads, model.head_dim, f"layers.{layer}.attention."
         R, r, v, Q = model.kv_lora_rank, model.rope_head_dim, model.value_dim, model.q_lora_rank
+        need(0 < r < D and r % 2 == 0, f"rope_head_dim {r}: must be even, above 0 and below head_dim {D}")
+        need(not (model.qk_norm or model.qkv_bias), "qk_norm and qkv_bias: latent attention has neither")
 
         def spec(weight: str, rows: int, columns: int, along: dict) -> Spec:
             return Spec(name + weight, (rows, columns), along, std=std)

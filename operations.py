@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from config import Model
+from config import Model, need
 from param import Spec, acc_dtype, accumulate_grad
 
 allows_kernels = True  # whether --kernels does; train.py sets it
@@ -367,7 +367,13 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
                                           enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
 
 
+def check_heads(q: Tensor, k: Tensor) -> None:
+    """torch's block kernel for CPUs reads beyond the key heads if they are too few."""
+    need(q.shape[1] % k.shape[1] == 0, f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
+
+
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda:
         return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
@@ -380,6 +386,7 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda:
         return (gpu_backward if has_gpu_kernel(q, kind) else math_backward)(do, q, k, v, o, lse, mask)

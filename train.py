@@ -223,6 +223,7 @@ def learning_rate(step: int, optim: config.Optim) -> float:
         return optim.lr * (step + 1) / optim.warmup
     if optim.lr_schedule == "constant":
         return optim.lr
+    config.need(optim.lr_schedule in ("cosine", "wsd"), f"--lr-schedule {optim.lr_schedule}: is unknown")
     if optim.lr_schedule == "wsd":  # warmup, stable, decay: Hu et al. 2024
         fraction = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))  # 1 before the last fifth
     else:

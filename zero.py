@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import ALONE, Group, Groups, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
-from config import padded_elements
+from config import need, padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
 from param import Box, Source, Spec, is_first_replica, parameter, pieces_within
@@ -327,6 +327,13 @@ class Optimizer:
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
                  clip: float = 1.0, moments_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
                  head: nn.Module | None = None, offload: Callable | None = None, peers: Sequence = ()):
+        need(level in range(4), f"ZeRO level {level}: must be 0, 1, 2 or 3")
+        need(level or groups.get("replicate", ALONE).size == 1,
+             "ZeRO level 0 has no shards to replicate: use level 1, 2 or 3, or a group \"replicate\" of one rank")
+        need(all(0 <= beta < 1 for beta in betas), f"betas {betas}: must be from 0 to below 1")
+        need(moments_dtype != torch.bfloat16 or betas[1] <= 0.99, f"betas {betas}: with moments in bf16 the second "
+             "must be at most 0.99, as an average in bf16 cannot move by less than 1/256 of itself")
+        need(min(clip, weight_decay) >= 0, f"clip {clip}, weight_decay {weight_decay}: must be 0 (none) or more")
         self.rule = UPDATE_RULES[rule]
         kind = kind_of if rule == "muon" else lambda spec: None
         started_last = {}
