@@ -1,7 +1,7 @@
 """Is a distributed trainer one process? Record a run of each kind of anybody's code, and let this file compare them.
 
-This file needs torch and safetensors alone: copy it beside your trainer. Both runs start from the same weights and see
-the same global batches, in fp64 or fp32, for two or three steps.
+This file needs only torch and safetensors, no numpy: copy it beside your trainer. Both runs start from the same weights
+and see the same global batches, in fp64 or fp32, for two or three steps.
 
     record = judge.Record("one/")            # and "grid/" on every rank of the other run
     record.step(loss=loss, model=model)      # each step, on all ranks: after backward, before clipping and update
@@ -28,6 +28,7 @@ errs by about sqrt(n) eps, so fp32 is given 1024 eps = 1.2e-4 (n = a million), a
 alone, 16 eps. --noise names a second right run, in another order of sums: then ten times its differences are tolerated.
 """
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -40,13 +41,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Box = tuple[slice, ...]  # a block of a global tensor; of one slice: a range of the flattened one
 TOLERANCE = {"float64": 1e-10, "float32": 1024 * 2.0**-23, "bfloat16": 16 * 2.0**-7, "float16": 16 * 2.0**-10}
+FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of safetensors
 WRAPPERS = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of names
 
 
@@ -87,6 +88,44 @@ def pieces_of(model: nn.Module, place: Place | None) -> Iterator[Piece]:
         yield Piece(name, weight, grad, box, term)
 
 
+def bytes_of(x: Tensor) -> ctypes.Array:
+    """The memory of a contiguous tensor on the CPU, for whatever reads buffers. x must stay alive meanwhile."""
+    return (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+
+
+def save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file: the length of the header, the header in JSON, the tensors one after the other. The
+    package's own save_file needs numpy."""
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so each begins at a multiple of its size
+    header, end = {}, 0
+    for name in names:
+        x, begin = tensors[name], end
+        end += x.nbytes
+        header[name] = dict(dtype=FORMATS[x.dtype], shape=list(x.shape), data_offsets=[begin, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            out.write(bytes_of(tensors[name]))
+
+
+def gather_lines(mine: list[str]) -> list[list[str]]:
+    """Each rank's lines. torch's all_gather_object needs numpy."""
+    backends = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    device = "cpu" if "cpu:" in backends else backends.split(":")[0]
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    sizes = [int(size) for size in sizes]
+    padded = text.new_zeros(max(sizes))
+    padded[:len(text)] = text
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    texts = [text.cpu() for text in texts]
+    return [json.loads(bytes_of(text)[:size]) for text, size in zip(texts, sizes)]
+
+
 class Record:
     """What one rank writes of a run. folder: the same for all ranks, new or empty."""
 
@@ -118,22 +157,21 @@ class Record:
             for kind, x in zip(kinds, (piece.weight, piece.grad)):
                 if x is not None:
                     x = x.detach().to("cpu", copy=True).contiguous()  # views of one buffer cannot be saved together
-                    digest = hashlib.blake2b(x.flatten().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+                    digest = hashlib.blake2b(bytes_of(x), digest_size=16).hexdigest()
                     rows.append(dict(kind=kind, name=piece.name, dtype=str(x.dtype)[6:], hash=digest,
                                      box=[[s.start, s.stop] for s in piece.box],
                                      term=piece.term if kind == "gradient" else None))
                     tensors[len(rows) - 1] = x
         mine = [json.dumps([row["kind"], row["name"], row["box"], row["hash"], row["term"]]) for row in rows]
-        everyone = [mine]
-        if self.ranks > 1:
-            everyone = [[]] * self.ranks
-            dist.all_gather_object(everyone, mine)
+        everyone = gather_lines(mine) if self.ranks > 1 else [mine]
         before = {key for keys in everyone[:self.rank] for key in keys}  # pieces that an earlier rank writes
         kept = {str(i): tensors[i] for i, key in enumerate(mine) if key not in before}
         file = f"rank{self.rank}.step{self.steps}.safetensors"
-        save_file(kept, self.folder / file)
+        save(kept, self.folder / file)
         line = dict(step=self.steps, rank=self.rank, ranks=self.ranks, axes=self.axes, file=file, pieces=rows)
-        line |= {name: float(x) for name, x in numbers.items() if x is not None}
+        for name, x in numbers.items():
+            if x is not None:
+                line[name] = float(x.detach() if isinstance(x, Tensor) else x)  # a loss is given with its graph
         with open(self.folder / f"rank{self.rank}.jsonl", "a") as index:
             index.write(json.dumps(line) + "\n")
         self.steps += 1
