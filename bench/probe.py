@@ -28,7 +28,7 @@ from collectives import Group
 from config import need, setting
 from groups import build_groups
 from learn import collectives as ring
-from plan import costs
+from plan import machines
 from run import start
 from run.device import choose_device, memory_of_device
 
@@ -262,7 +262,7 @@ def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int)
     width, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     x = torch.randn(width, width, device=device, dtype=dtype)
     seconds = statistics.median(time_turns(lambda: x @ x, device))
-    peak, reached = costs.peak_flops(kind) if cuda else None, 2 * width ** 3 / seconds
+    peak, reached = machines.peak_flops(kind) if cuda else None, 2 * width ** 3 / seconds
     measured = {"date": date.today().isoformat(), "backend": dist.get_backend(), "torch": torch.__version__,
                 "device": kind}
     return {"name": f"{dist.get_world_size() // local_ranks} x {local_ranks} {kind}", "gpus_per_node": local_ranks,

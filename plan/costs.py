@@ -18,7 +18,6 @@ per token, S = sequence, L = layers, W = window, P = parameters.
 from __future__ import annotations
 
 import math
-import re
 import sys
 import textwrap
 from bisect import bisect_left
@@ -589,17 +588,6 @@ def published_flops(algorithm: str, B: int, N: int, S: int, D: int) -> float:
 
 
 # ---- utilisation ----------------------------------------------------------------------------------------------------
-
-# Peak dense TFLOP/s in bf16 and fp16, from data sheets. The first entry whose words the device's name has counts.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
-               "GB200": 2500, "B300": 2250, "GB300": 2500, "A100": 312, "L40S": 362, "MI300X": 1307, "MI325X": 1307}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """FLOP/s of a GPU in 16 bits; None for one that is not in the table, since a utilisation needs a known peak."""
-    words = set(re.split("[ -]", device_name))
-    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
-
 
 def flops_by_convention(settings: Config) -> dict[str, float]:
     """FLOPs per token, forward and backward, as each kind of utilisation counts them. mfu: masked scores, too (in a

@@ -4,7 +4,7 @@ A collective of n ranks that sends b bytes per rank takes b / bandwidth + (n - 1
 Yuan 2009). A group that leaves a node shares the node's network cards with its neighbours: r of its ranks in each node
 use the cards of r ranks.
 
-A machine is a built-in one, whose figures others have measured, or a file that bench/probe.py wrote:
+A machine is one of CARDS in nodes, or a file that bench/probe.py wrote:
 
     {"name", "gpus_per_node", "memory_bytes", "memory_bytes_per_s",
      "peak_flops": {"bf16": FLOP/s, ...}, of data sheets; "matmul_flops": the same of the best matmul, as measured,
@@ -20,11 +20,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from config import need
-from plan.costs import peak_flops
 
 
 class Level(NamedTuple):
@@ -41,9 +41,10 @@ class Level(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """matmul_flops: FLOP/s of the best matmul. peak_flops, matmul_flops: by dtype, "bf16" and "fp8"; without the latter
-    twice as much as in bf16. levels: from the innermost outward. In bytes per second and GPU, 0 if unknown: host_link,
-    of copies to or from the host's memory; host_memory, what the CPUs read and write there."""
+    """matmul_flops: FLOP/s of the best matmul. peak_flops, matmul_flops: by dtype, "bf16" and "fp8"; where FP8 is not
+    known it is twice as fast as bf16, and 0 says that there is none. levels: from the innermost outward. In bytes per
+    second and GPU, 0 if unknown: host_link, of copies to or from the host's memory; host_memory, what the CPUs read and
+    write there."""
     name: str
     gpus_per_node: int
     peak_flops: Mapping[str, float]
@@ -53,45 +54,147 @@ class Machine(NamedTuple):
     levels: tuple[Level, ...]
     host_link: float = 0.0
     host_memory: float = 0.0
+    assumed: str = ""  # what of it nobody has measured
 
     def peak(self) -> float:
         return self.peak_flops["bf16"]
+
+    def has_fp8(self) -> bool:
+        return self.matmul_flops.get("fp8") != 0
 
     def best_matmul(self, fp8: bool = False) -> float:
         return self.matmul_flops.get("fp8", 2 * self.matmul_flops["bf16"]) if fp8 else self.matmul_flops["bf16"]
 
 
-def gpu_node(name: str, bf16: float, fp8: float, memory_gib: float, memory_tb_s: float, node_gb_s: float,
-             network_gb_s: float, link_gb_s: float, host_gb_s: float, latency_us: tuple[float, float] = (3.0, 10.0),
-             ranks: int = 8, **per_collective: float) -> Machine:
-    """bf16, fp8: TFLOP/s of the best matmul, 0 if unknown; bandwidths per GPU and direction. As measured by others
-    (github:stas00/ml-engineering @744d01e), but for what the makers say of the host: its link, and the memory of all
-    its CPUs divided by its GPUs (16 channels of DDR4-3200, DDR5-4800 or DDR5-5600, 24 of DDR5-4800; or 512 GB/s for
-    two)."""
-    in_node = {collective: gb_s * 1e9 for collective, gb_s in per_collective.items()}
-    levels = (Level("node", ranks, latency_us[0] * 1e-6, node_gb_s * 1e9, in_node),
-              Level("network", 1 << 20, latency_us[1] * 1e-6, network_gb_s * 1e9))
-    best = dict(bf16=bf16 * 1e12) | (dict(fp8=fp8 * 1e12) if fp8 else {})
-    peak = dict(bf16=peak_flops(name.split("-")[0].upper()))
-    return Machine(name, ranks, peak, best, memory_gib * 2**30, memory_tb_s * 1e12, levels, link_gb_s * 1e9,
-                   host_gb_s * 1e9)
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+class Card(NamedTuple):
+    """A GPU, as its maker's data sheet describes it. bf16, fp8: dense TFLOP/s with fp32 accumulation; 0: it has no FP8.
+    link: what joins the GPUs of a node, and link_gb_s its GB/s per GPU and direction."""
+    family: str
+    bf16: float
+    fp8: float
+    memory_gib: float
+    memory_tb_s: float
+    link: str
+    link_gb_s: float
+    source: str
 
 
-MACHINES = {machine.name: machine for machine in (
-    #                     bf16  fp8    GiB  TB/s  node  network, link, host: GB/s per GPU
-    gpu_node("a100",      271,  0,     80,  2.04, 175,  22.5, 31,  51),
-    gpu_node("a100-40gb", 271,  0,     40,  1.56, 175,  22.5, 31,  51),
-    gpu_node("a100-opa",  271,  0,     80,  2.04, 175,   5.5, 31,  51),  # BLOOM's: four cards of 100 Gb/s per node
-    gpu_node("h100",      794,  1403,  80,  3.35, 363,  45,   63,  77, all_reduce=436),
+# Data sheets print rates with sparsity, which are twice the dense ones here. A GeForce card multiplies at half of its
+# rate where it accumulates in fp32: its white paper has a row for that. PCIe has 16 lanes, of which this is left after
+# the encoding (github:stas00/ml-engineering @744d01e, network). NVLink bridges, which join two or four cards, are left
+# out. Where a name covers several sizes of memory, this is the smallest.
+PCIE4, PCIE5 = ("PCIe 4", 31.0), ("PCIe 5", 63.0)
+GA102 = "NVIDIA Ampere GA102 GPU architecture white paper 2.0, appendix A"
+ADA = "NVIDIA Ada GPU architecture white paper 2.1, appendix A"
+RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper 1.1, table 3"
+CARDS = {  # by the words that its name has, in lower case
+    #                     family       bf16    fp8     GiB  TB/s   link      GB/s   source
+    "a100":          Card("A100",      312,    0,      80,  2.04,  "NVLink", 300,   "NVIDIA A100 data sheet"),
+    "a100-40gb":     Card("A100",      312,    0,      40,  1.56,  "NVLink", 300,   "NVIDIA A100 data sheet"),
+    "h100":          Card("Hopper",    989,    1979,   80,  3.35,  "NVLink", 450,   "NVIDIA H100 data sheet"),
+    "h100-pcie":     Card("Hopper",    756,    1513,   80,  2.0,   *PCIE5,          "NVIDIA H100 PCIe data sheet"),
+    "h100-nvl":      Card("Hopper",    835,    1671,   94,  3.9,   *PCIE5,          "NVIDIA H100 NVL data sheet"),
+    "h200":          Card("Hopper",    989,    1979,   141, 4.8,   "NVLink", 450,   "NVIDIA H200 data sheet"),
+    "h200-nvl":      Card("Hopper",    835,    1671,   141, 4.8,   *PCIE5,          "NVIDIA H200 data sheet"),
+    "gh200":         Card("Hopper",    989,    1979,   96,  4.0,   "NVLink", 450,   "NVIDIA GH200 data sheet"),
+    "b200":          Card("Blackwell", 2250,   4500,   180, 8.0,   "NVLink", 900,   "NVIDIA B200 data sheet"),
+    "gb200":         Card("Blackwell", 2500,   5000,   186, 8.0,   "NVLink", 900,   "NVIDIA GB200 data sheet"),
+    "b300":          Card("Blackwell", 2250,   4500,   288, 8.0,   "NVLink", 900,   "NVIDIA B300 data sheet"),
+    "gb300":         Card("Blackwell", 2500,   5000,   288, 8.0,   "NVLink", 900,   "NVIDIA GB300 data sheet"),
+    "mi300x":        Card("MI300",     1307.4, 2614.9, 192, 5.3,   "Infinity Fabric", 448, "AMD MI300X data sheet"),
+    "mi325x":        Card("MI300",     1307.4, 2614.9, 256, 6.0,   "Infinity Fabric", 448, "AMD MI325X data sheet"),
+    "a10":           Card("Ampere",    125,    0,      24,  0.6,   *PCIE4,          "NVIDIA A10 data sheet"),
+    "l4":            Card("Ada",       121,    242,    24,  0.3,   *PCIE4,          "NVIDIA L4 data sheet"),
+    "l40s":          Card("Ada",       362,    733,    48,  0.864, *PCIE4,          "NVIDIA L40S data sheet"),
+    "rtx-3090":      Card("Ampere",    71,     0,      24,  0.936, *PCIE4,          GA102),
+    "rtx-4090":      Card("Ada",       165.2,  330.3,  24,  1.008, *PCIE4,          ADA),
+    "rtx-5090":      Card("RTX 50",    209.5,  419,    32,  1.792, *PCIE5,          RTX_BLACKWELL),
+}
+OTHER_CARD = {"laptop", "mobile", "max", "ti", "super", "d", "mig"}  # words of a slower card, or of a part of one
+
+
+def card_of(device_name: str) -> str:
+    """The name in CARDS of a GPU that calls itself so, "NVIDIA GeForce RTX 4090"; "" for one that is not there."""
+    words = set(re.split("[ -]", device_name.lower()))
+    found = [name for name in CARDS if set(name.split("-")) <= words and not words & OTHER_CARD]
+    return max(found, key=lambda name: name.count("-"), default="")
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of a GPU in 16 bits; None for one that is not in the table, since a utilisation needs a known peak."""
+    name = card_of(device_name)
+    return CARDS[name].bf16 * 1e12 if name else None
+
+
+# ---- built-in machines ----------------------------------------------------------------------------------------------
+
+UNMEASURED = 0.8  # what a matmul and a collective are taken to reach of the data sheet, where nobody has measured them
+NETWORK_GB_S = 12.5  # between nodes, per GPU, where nothing is known: 100 Gb/s
+
+
+class Measured(NamedTuple):
+    """What others have measured of a node (github:stas00/ml-engineering @744d01e), and what its makers say of the host:
+    its link, and the memory of all its CPUs divided by its GPUs (16 channels of DDR4-3200, DDR5-4800 or DDR5-5600, 24
+    of DDR5-4800; or 512 GB/s for two). 0: unknown."""
+    bf16: float = 0.0  # TFLOP/s of the best matmul
+    fp8: float = 0.0
+    node_gb_s: float = 0.0  # of collectives in a node, per GPU and direction
+    network_gb_s: float = 0.0
+    host_link_gb_s: float = 0.0
+    host_memory_gb_s: float = 0.0
+    latency_us: tuple[float, float] = (3.0, 10.0)
+    ranks: int = 8
+    per_collective: Mapping[str, float] = {}
+
+
+MEASURED = {
+    #                       bf16  fp8   node network, link, host: GB/s per GPU
+    "a100":        Measured(271,  0,    175, 22.5, 31,  51),
+    "a100-40gb":   Measured(271,  0,    175, 22.5, 31,  51),
+    "a100-opa":    Measured(271,  0,    175, 5.5,  31,  51),  # BLOOM's: four cards of 100 Gb/s per node
+    "h100":        Measured(794,  1403, 363, 45,   63,  77, per_collective={"all_reduce": 436}),
     # The playbook's: hops take what a line through the times of its 256 MB all-gathers on 2 to 32 nodes says; a ring of
     # 32 H200s on EFA sends 365 GB/s.
-    gpu_node("h100-efa",  794,  1403,  80,  3.35, 363,  45,   63,  77, (3.0, 33.0), all_reduce=436),
-    gpu_node("h200",      794,  1453,  141, 4.8,  363,  45,   63,  77, all_reduce=480),
-    gpu_node("b200",      1745, 3432,  180, 8.0,  680,  45,   63,  90, all_reduce=838),
-    gpu_node("gb200",     1822, 3616,  186, 8.0,  680,  45,   225, 256, ranks=64),
-    gpu_node("gb300",     1966, 3726,  288, 8.0,  680,  90,   225, 256, ranks=64),  # matmuls: a B300's, scaled
-    gpu_node("mi300x",    668,  0,     192, 5.3,  310,  45,   63,  115),
-)}
+    "h100-efa":    Measured(794,  1403, 363, 45,   63,  77, (3.0, 33.0), per_collective={"all_reduce": 436}),
+    "h200":        Measured(794,  1453, 363, 45,   63,  77, per_collective={"all_reduce": 480}),
+    "b200":        Measured(1745, 3432, 680, 45,   63,  90, per_collective={"all_reduce": 838}),
+    "gb200":       Measured(1822, 3616, 680, 45,   225, 256, ranks=64),
+    "gb300":       Measured(1966, 3726, 680, 90,   225, 256, ranks=64),  # matmuls: a B300's, scaled
+    "mi300x":      Measured(668,  0,    310, 45,   63,  115),
+    "gh200":       Measured(828,  1535),
+    "b300":        Measured(1769, 3353),
+    "mi325x":      Measured(785,  0),
+}
+
+
+def gpu_node(name: str, card: Card, measured: Measured) -> Machine:
+    """Nodes of this card. FP8 that nobody has measured is taken to be as far from its peak as bf16."""
+    guesses = [f"matmuls at {UNMEASURED:.0%} of the peak"] * (not measured.bf16)
+    if not measured.node_gb_s:
+        guesses += [f"{card.link} at {UNMEASURED:.0%} of {card.link_gb_s:g} GB/s per GPU",
+                    f"a network of {NETWORK_GB_S:g} GB/s per GPU"]
+    bf16, in_node = measured.bf16 or UNMEASURED * card.bf16, measured.per_collective
+    fp8 = measured.fp8 or bf16 * card.fp8 / card.bf16
+    levels = (Level("node", measured.ranks, measured.latency_us[0] * 1e-6,
+                    (measured.node_gb_s or UNMEASURED * card.link_gb_s) * 1e9,
+                    {collective: gb_s * 1e9 for collective, gb_s in in_node.items()}),
+              Level("network", 1 << 20, measured.latency_us[1] * 1e-6, (measured.network_gb_s or NETWORK_GB_S) * 1e9))
+    return Machine(name, measured.ranks, dict(bf16=card.bf16 * 1e12, fp8=card.fp8 * 1e12),
+                   dict(bf16=bf16 * 1e12, fp8=fp8 * 1e12), card.memory_gib * 2**30, card.memory_tb_s * 1e12, levels,
+                   measured.host_link_gb_s * 1e9, measured.host_memory_gb_s * 1e9,
+                   "assumed, not measured: " + "; ".join(guesses) if guesses else "")
+
+
+MACHINES = {name: gpu_node(name, CARDS[card_of(name)], MEASURED.get(name, Measured()))
+            for name in {**MEASURED, **CARDS}}
+
+
+def family_of(machine: Machine) -> str:
+    """The family of its GPUs, as CARDS has it; "" for a GPU that is not there, and for CPUs."""
+    name = card_of(machine.name)
+    return CARDS[name].family if name else ""
 
 
 def number(fields: Mapping, name: str, default: float | None = None) -> float:
@@ -106,13 +209,35 @@ def rates_of(found: Mapping, name: str) -> dict[str, float]:
     return {dtype: number(found[name], dtype) for dtype in {"bf16": 0} | found[name]} if name in found else {}
 
 
-def read_machine(name: str) -> Machine:
-    """A machine by its name, or from a file that `bench/probe.py` wrote. Raises ValueError if there is none, or if the
-    file lacks a field or has no number in it."""
+def read_machine(name: str, peak_tflops: float = 0.0, memory_gb: float = 0.0) -> Machine:
+    """A machine by its name, or from a file that `bench/probe.py` wrote; or any other GPU, by its peak and its memory.
+    Where a machine is known, these replace its own. Raises ValueError for an unknown GPU without them, and for a file
+    that lacks a field or has no number in it."""
     need(isinstance(name, str), f"--machine {name}: write a name")
     if name.lower() in MACHINES:
-        return MACHINES[name.lower()]
-    need(os.path.isfile(name), f"--machine {name}: unknown, use one of {', '.join(MACHINES)} or a cluster file")
+        machine = MACHINES[name.lower()]
+    elif os.path.isfile(name):
+        machine = read_file(name)
+    elif " " in name and card_of(name):  # as the GPU calls itself
+        machine = MACHINES[card_of(name)]
+    else:
+        need(peak_tflops and memory_gb, f"--machine {name}: unknown: give --peak-tflops (dense, bf16) and --memory-gb "
+             f"of its GPU, or use a cluster file of bench/probe.py or one of {', '.join(MACHINES)}")
+        bytes_per_flop = 3.35 / 989  # an H100's
+        machine = gpu_node(name, Card("", peak_tflops, 0, memory_gb, peak_tflops * bytes_per_flop, *PCIE4, ""),
+                           Measured())
+        machine = machine._replace(
+            matmul_flops=dict(bf16=machine.matmul_flops["bf16"]),  # FP8: unknown
+            assumed=f"{machine.assumed}; memory at {machine.memory_bandwidth / 1e12:.2g} TB/s")
+    if peak_tflops:
+        scale = peak_tflops * 1e12 / machine.peak()
+        machine = machine._replace(**{field: {dtype: flops * scale for dtype, flops in getattr(machine, field).items()}
+                                      for field in ("peak_flops", "matmul_flops")})
+    return machine._replace(memory_bytes=memory_gb * 2**30) if memory_gb else machine
+
+
+def read_file(name: str) -> Machine:
+    """A machine from a file of `bench/probe.py`. Raises ValueError if it lacks a field or has no number in it."""
     try:
         with open(name) as file:
             found = json.load(file)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import config
-from config import Config
+from config import Config, need
 from plan import costs, time
-from plan.machines import MACHINES, Level, Machine
+from plan.machines import MACHINES, Level, Machine, card_of
 from plan.time import Run, stage_parts
 from run.start import table
 from schedules import SCHEDULES
@@ -228,12 +227,13 @@ def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float
     """The Machine that this process runs on, with so many ranks. device_name, memory_bytes: of one of its GPUs; without
     a name the ranks are on CPUs and share memory_bytes, by default all that the host has.
 
-    An unknown GPU is treated as an A100. A core is assumed to do 30 GFLOP/s in fp32 and to read 5 GB/s, gloo to send
-    0.5 GB/s per core: low for any server, but the choice depends on the ratios only.
+    Raises ValueError for a GPU that is not in machines.CARDS. A core is assumed to do 30 GFLOP/s in fp32 and to read 5
+    GB/s, gloo to send 0.5 GB/s per core: low for any server, but the choice depends on the ratios only.
     """
     if device_name is not None:
-        words = re.split(r"[ -]", device_name.lower())
-        known = next((machine for name, machine in MACHINES.items() if name in words), MACHINES["a100"])
+        need(card_of(device_name), f"--grid auto: {device_name} is an unknown GPU: ask python -m plan search --gpus N "
+             f"--machine mine --peak-tflops (dense, bf16) --memory-gb {memory_bytes / 2**30:.0f}, and give its flags")
+        known = MACHINES[card_of(device_name)]
         return known._replace(memory_bytes=memory_bytes, gpus_per_node=ranks,
                               levels=(known.levels[0]._replace(ranks=ranks), *known.levels[1:]))
     memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

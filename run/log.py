@@ -20,7 +20,7 @@ import config
 from collectives import ALONE, Groups
 from groups import AXES
 from param import DTYPES, Spec, is_first_replica
-from plan import costs
+from plan import costs, machines
 from plan.memory import format_bytes
 from run.device import memory_of_rank, uses_kernels
 from run.start import METRIC, is_stdout, say
@@ -36,7 +36,7 @@ class Log:
         dtype = DTYPES[settings.precision.dtype]
         # FP8 runs are measured against the peak of bf16, too.
         has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        self.peak = costs.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
+        self.peak = machines.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
         self.flops = costs.flops_by_convention(settings)  # per token: mfu, mfu_causal and hfu
         self.last_loss: float | None = None  # of the last step of this process; None before its first
         self.last_lap = 0.0
