@@ -7,8 +7,6 @@
     python -m plan search   --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
     python -m plan sweep    … the same flags, on these GPUs                           the best grids, run for ten steps
     python -m plan scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
-    python -m plan predict  runs.jsonl                                                  one JSON object per line
-    python -m plan check    [--tables DIR]                                              errors on published runs
 
 Flags are those of train.py, plus --gpus and --machine (a name, or the file that bench/probe.py writes). Neither torch
 nor a GPU is needed: formulas are those of plan/costs.py, times those of plan/time.py, pipelines those of schedules.py,
@@ -17,9 +15,8 @@ the best grid that of plan/search.py, laws those of plan/scaling.py.
 Letters: N parameters; h hidden, L layers, V vocabulary.
 """
 
-import json
+import copy
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +24,10 @@ from typing import NamedTuple
 
 import config
 from config import need, setting
-from plan import costs, machines, published, scaling, search, time
+from plan import costs, machines, scaling, search, time
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
-from plan.predict import changed, in_16_bits, predict, predict_request
-from plan.time import Run
+from plan.time import Run, in_16_bits, predict
 from run import start
 from run.start import table
 
@@ -67,6 +63,17 @@ def print_params(run: Run) -> None:
     cells = [(name, f"{count:,}", f"{count / ours.total:.1%}", f"{theirs:,}", why) for name, count, theirs, why in rows
              if count or theirs]
     print(table([("component", "parameters", "share", "GPT formula", "why they differ"), *cells], "<>>><"))
+
+
+def changed(run: Run, section: str, **values) -> Run | None:
+    """The run with these settings of a section changed; None if that cannot run."""
+    settings = search.replaced(copy.deepcopy(run.settings), section, **values)
+    grid = settings.grid
+    try:
+        config.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
+    except ValueError:
+        return None
+    return run._replace(settings=settings)
 
 
 STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp32 gradients besides": 20,
@@ -116,12 +123,33 @@ WHY = {"matmul": "matrix products at the speed that models reach",
        "optimizer": "gradients, weights and moments, read and written; FP8 weights", "fixed": "per step"}
 
 
+def accuracy(run: Run) -> list[str]:
+    """How far off predictions have been of published runs that had no part in the fit: of the time of such a step, and
+    of memory."""
+    kind, found, of_memory = time.kind_of(run), time.held_out()["steps"], time.held_out()["memory"]
+    lines = [f"accuracy of such runs ({kind}), by runs of other codes that had no part in the fit:"]
+    here = found.get(kind)
+    if here and here["runs"]:
+        lines.append(f"  step: {errors(here)}")
+    else:
+        why = f", but what the code of all {here['read_off_times']} did was read off their times" if here else ""
+        known = [name for name, errors in found.items() if errors["runs"] >= 5]
+        nearest = max(known, key=lambda name: [a == b for a, b in zip(name.split(", "), kind.split(", "))])
+        lines += [f"  step: unknown. {'Such runs are' if here else 'No such run is'} published{why}",
+                  f"  the nearest kind ({nearest}): {errors(found[nearest])}"]
+    return [*lines, f"  memory: {errors(of_memory)}. Of this code, tests compare the formula with counted bytes"]
+
+
+def errors(found: dict) -> str:
+    return (f"median error {found['median']:.0%}, nine of ten within {found['p90']:.0%}; four of five took "
+            f"{found['low']:.2f} to {found['high']:.2f} times what was predicted ({found['runs']} of "
+            f"{', '.join(found['sources'])})")
+
+
 def print_step(run: Run) -> None:
     step, found = time.step_seconds(run), predict(run)
     batch, grid = run.settings.batch, run.settings.grid
-    *_, low, high = published.LEFT_OUT["model, of these tp <= 8" if grid.tp <= 8 else "model"]
-    print(f"{run.machine.name}: {step.seconds:.3f} s per step ({low * step.seconds:.3g} to {high * step.seconds:.3g}: "
-          f"so lay four of five published runs) of {batch.ramp()[-1][0]} sequences, "
+    print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
           f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
           f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
     print(table([("  " + name, f"{seconds:.3f} s", f"{seconds / step.seconds:.1%}", bar(seconds, step.seconds, 30),
@@ -129,10 +157,10 @@ def print_step(run: Run) -> None:
                 "<>><<"))
     print(f"MFU {found.mfu:.1%} (6 N + 12 L h s), {found.mfu_causal:.1%} (6 N + 6 L h s, visible scores), HFU "
           f"{found.hfu:.1%} (with what is recomputed), of {run.machine.peak() / 1e12:,.0f} TFLOP/s in bf16")
-    slowest = max(time.host_seconds(run, layer) for layer in range(run.settings.model.blocks))
-    print(f"launches: this code's host needs up to {slowest * 1e3:.1f} ms per layer, as counted on a CPU; that of the "
-          f"published runs, {run.constants.launch_s * 1e3:.1f} ms by the fit, is not planned for it")
+    slowest = max(run.code.host_seconds(run, layer) for layer in range(run.settings.model.blocks))
+    print(f"launches: this code's host needs up to {slowest * 1e3:.1f} ms per layer, as counted on a CPU")
     print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
+    print("\n".join(accuracy(run)))
 
 
 class Overlap(NamedTuple):
@@ -235,25 +263,9 @@ def run_sweep(run: Run, gpus: int, flags: list[str], top: int, out: str, timeout
     print(search.draw_map(records))
 
 
-# ---- predictions ----------------------------------------------------------------------------------------------------
-
-def predict_file(path: str) -> None:
-    """Print each line of a file of requests, with its prediction added. Raises ValueError, naming the line."""
-    need(os.path.isfile(path), f"{path}: there is no such file")
-    with open(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    request = json.loads(line)
-                    need(isinstance(request, dict), "not an object")
-                    print(json.dumps(request | predict_request(request)))
-                except (ValueError, TypeError, RecursionError) as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from None
-
-
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-COMMANDS = "params", "memory", "step", "balance", "search", "sweep", "scaling", "predict", "check"
+COMMANDS = "params", "memory", "step", "balance", "search", "sweep", "scaling"
 USAGE = f"python -m plan {'|'.join(COMMANDS)} [flags of train.py] [--gpus N] [--machine {'|'.join(MACHINES)}|FILE]"
 
 
@@ -263,7 +275,6 @@ class Flags:
     machine: str = setting("h100", "a built-in one, a file of bench/probe.py, or cpu: this host")
     train_tokens: float = setting(0.0, "scaling: tokens; 0: 20 per active parameter")
     price: float = setting(2.5, "scaling: dollars per GPU-hour")
-    tables: str = setting(published.FOLDER, "check: a folder of published runs")
     top: int = setting(8, "sweep: how many proposals to run")
     out: str = setting("", "sweep: write one JSON object per run here, and skip what it has")
     limit: float = setting(600.0, "sweep: seconds that a run may take")
@@ -278,12 +289,6 @@ def main(arguments: list[str]) -> None:
     need(rest != [], f"usage: {USAGE}")
     need(rest[0] in COMMANDS, f"{rest[0]}: use one of {', '.join(COMMANDS)}")
     command = rest.pop(0)
-    if command == "predict":
-        need(len(rest) == 1, "predict needs one file of requests, one JSON object per line")
-        return predict_file(rest[0])
-    if command == "check":
-        need(not rest, f"check: {' '.join(rest)} unknown")
-        return published.print_check(asked.tables, predict_request)
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
     gpus = asked.gpus or world_of(rest)

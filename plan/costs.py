@@ -161,22 +161,6 @@ def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int 
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
 
 
-def cumulative_partition(work: Sequence[float], stages: int, last: float = 0.0) -> list[range]:
-    """The layers of each stage as nanotron divides them: a stage takes blocks until the sum of all so far reaches its
-    share of the total, so that early stages have more, and the last ones may have none. After the layers come four
-    blocks: norm, head (last), cast and loss. Raises ValueError if the last stage gets none of all, which crashes."""
-    blocks = [*work, 0.0, last, 0.0, 0.0]
-    total, stage, starts, so_far = sum(blocks), 0, [0], 0.0
-    for block, flops in enumerate(blocks):
-        so_far += flops
-        if so_far >= total * (stage + 1) / stages - 1e-9 and block + 1 < len(blocks) and stage + 1 < stages:
-            stage += 1
-            starts.append(min(block + 1, len(work)))
-    if stage + 1 < stages:
-        raise ValueError(f"--pp {stages}: the last of these stages gets no block of {len(work)} layers and a head")
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(work)])]
-
-
 def layer_kinds(settings: Config) -> tuple[tuple, ...]:
     """The kind of every block; blocks of one kind cost the same."""
     model = settings.model
@@ -202,26 +186,26 @@ def one_of_each(kinds: tuple[tuple, ...]) -> dict[tuple, int]:
     return {kind: layer for layer, kind in enumerate(kinds)}
 
 
-def stages_of(settings: Config, division: str = "balanced") -> list[range]:
-    """The layers of every pipeline stage, of about equal FLOPs, those of the head included. division: "balanced", as
-    train.py; "any": the same, but the head may be alone; "cumulative": see cumulative_partition."""
+def stages_of(settings: Config) -> list[range]:
+    """The layers of every pipeline stage, of about equal FLOPs, the head's included."""
     grid, fields = settings.grid, tuple(vars(settings.model).values())
-    return divide(fields, layer_kinds(settings), settings.batch.seq, grid.pp * grid.chunks, division)
+    return divide(fields, layer_kinds(settings), settings.batch.seq, grid.pp * grid.chunks)
 
 
 @lru_cache(1024)
-def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int, division: str) -> list[range]:
+def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int) -> list[range]:
     """fields: of the Model; kinds: of its layers."""
-    model = Model(*fields)
+    work, head = relative_work(Model(*fields), kinds, seq)
+    return partition(work, stages, head)
+
+
+def relative_work(model: Model, kinds: tuple[tuple, ...], seq: int, scores: bool = True) -> tuple[list[float], float]:
+    """Forward FLOPs of each layer and of the head, relative to the largest layer's. kinds: of the layers. scores:
+    whether attention's scores count."""
     tables = {kind: llama_layer(model, seq, layer=layer) for layer, kind in enumerate(kinds)}
-    of_kind = {kind: forward_flops(table) - table["attention"].flops * (division == "cumulative")
-               for kind, table in tables.items()}
+    of_kind = {kind: forward_flops(table) - table["attention"].flops * (not scores) for kind, table in tables.items()}
     unit = max(of_kind.values())
-    work = [of_kind[kind] / unit for kind in kinds]
-    head = (1 + model.mtp) * 2 * model.vocab * model.hidden / unit
-    if division == "cumulative":
-        return cumulative_partition(work, stages, head)
-    return partition(work, stages, head, int(division == "balanced"))
+    return [of_kind[kind] / unit for kind in kinds], (1 + model.mtp) * 2 * model.vocab * model.hidden / unit
 
 
 def layer_elements(settings: Config, layer: int) -> dict[str, int]:

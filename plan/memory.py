@@ -137,9 +137,10 @@ def owner(grid: Grid, stage: int) -> int:
     return SCHEDULES[grid.schedule].rank_of(stage, grid.pp) if grid.pp > 1 else 0
 
 
-def stages_of_rank(settings: Config, rank: int, division: str = "balanced") -> dict[int, range]:
-    """The pipeline stages of a rank, and their layers. division: see costs.stages_of."""
-    return {stage: layers for stage, layers in enumerate(stages_of(settings, division))
+def stages_of_rank(settings: Config, rank: int, stages: list[range] | None = None) -> dict[int, range]:
+    """The pipeline stages of a rank, and their layers. stages: the layers of every stage, by default as train.py
+    divides them."""
+    return {stage: layers for stage, layers in enumerate(stages or stages_of(settings))
             if owner(settings.grid, stage) == rank}
 
 
@@ -221,18 +222,18 @@ def host_bytes(settings: Config, rank: int, element: int) -> int:
 
 
 def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = False, activations: int | None = None,
-                   division: str = "balanced") -> dict[str, int]:
+                   stages: list[range] | None = None) -> dict[str, int]:
     """Bytes of a pipeline rank by kind ("weights", "gradients", ...), at the peak of a step; of tp ranks of the one
     with most rows of the vocabulary.
 
     element: bytes of a weight. fused: as on GPUs, where kernels compute the loss chunk by chunk and add matrix
-    gradients to fp32. activations: what its forwards save, by default what activation_bytes says. division: see
-    costs.stages_of. Left out: activations and gradients that pipeline ranks are sending or have received; at ZeRO
+    gradients to fp32. activations: what its forwards save, by default what activation_bytes says. stages: see
+    stages_of_rank. Left out: activations and gradients that pipeline ranks are sending or have received; at ZeRO
     levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone are sharded. With split
     backwards the sum of all kinds is up to 13% too large at level 3.
     """
     grid, acc = settings.grid, acc_bytes(element)
-    stages, (in_flight, backwards) = stages_of_rank(settings, rank, division), plan_in_memory(settings, rank)
+    stages, (in_flight, backwards) = stages_of_rank(settings, rank, stages), plan_in_memory(settings, rank)
     layers, has_head = list(chain(*stages.values())), grid.pp * grid.chunks - 1 in stages
     if activations is None:
         activations = activation_bytes(settings, element, stages.values(), in_flight, has_head)

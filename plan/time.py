@@ -11,73 +11,105 @@ A step is, on each rank,
 A stage's forward of a layer takes the time of its matmuls and attention at the speed that kernels reach, plus that of
 reading and writing its activations, plus its exposed communication; a layer that is smaller than its kernels' launches
 takes as long as those. FLOPs, bytes and shapes are those of plan/costs.py, collectives those of plan/machines.py.
-Memory is that of plan/memory.py, for the pipeline rank that needs most; other codes save more, see Kernels.
+Memory is that of plan/memory.py, for the pipeline rank that needs most.
 
-The constants of time and memory are the same for every run. They were fitted on public runs; none belongs to a row, a
-model or a paper. plan/fit.py fits those of time again, also without any one model or number of nodes.
-`Kernels` says what a run's code does: which attention, what it overlaps, what it saves.
+Two arguments say what a formula cannot know. A `Code` is the behaviour of the code that runs: what it overlaps, how it
+divides layers, what it saves. `OURS` is this project. `Constants` are speeds. They were fitted on published runs of
+other codes, because no run of this code on a GPU has been published; tests/published does that, and knows those codes.
 
 Letters: T tokens of a micro-batch on a rank, H hidden, V vocabulary, t tensor parallel ranks, A micro-batches of a
 rank, P parameters of a rank, n ranks of the data axis.
 """
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import config
 import schedules
-from config import Config, padded_length
+from config import Config, need, padded_length
 from plan import costs, memory
-from plan.machines import Machine, collective_seconds
+from plan.machines import Machine, collective_seconds, family_of, read_machine
 
-# ---- what a run's code does -----------------------------------------------------------------------------------------
+HELD_OUT = Path(__file__).parent / "held_out.json"
 
-class Kernels(NamedTuple):
-    """What the code of a run does, as far as it changes time or memory: facts, not fits.
+# ---- the code that runs, and its constants --------------------------------------------------------------------------
 
-    attention: standard, flash1, flash2 or flash3 (cuDNN's is as fast). overlap: the data axis communicates under
-    backward; where it does not, gradients are all-reduced at level 1 of ZeRO, too (DeepSpeed's _bf16_reduce_grads,
-    nanotron's trainer.py). tp_overlap: which tensor parallel communication is under matmuls: none, that of column
-    parallel layers' backward (tp.py), or all. fused: a norm is one kernel, and so is an activation function, and
-    gradients in bf16 are not held beside those in fp32. launch: the host time that a layer takes at least: ours, see
-    host_seconds; fitted, that of published runs; free, none, as with CUDA graphs. gathered: how many of a layer's two
-    inputs that tensor parallel ranks gather are saved. division: into stages, see costs.stages_of.
+class Code:
+    """The behaviour of the code that runs, as far as it changes time or memory. This class is the behaviour of this
+    project; a subclass describes another code.
+
+    attention_fraction: what attention reaches of the peak, forward and backward together, on Ampere and on later GPUs:
+    FlashAttention 2, which is slower than cuDNN's attention on Hopper (Dao 2023, figures 4 to 7).
+    overlaps: whether the data axis communicates under a backward. A code that does not overlap all-reduces gradients at
+    level 1 of ZeRO, too, and sums a tied table's gradient before it shards it.
     """
-    attention: str = "flash2"
-    overlap: bool = True
-    tp_overlap: str = "backward"
-    fused: bool = True
-    launch: str = "ours"
-    gathered: int = 0
-    division: str = "balanced"
+    attention_fraction = 0.60, 0.33
+    overlaps = True
+
+    def stages(self, settings: Config) -> list[range]:
+        """The layers of every pipeline stage."""
+        return costs.stages_of(settings)
+
+    def attention(self, run: Run, scores: float) -> Seconds:
+        """scores: FLOPs of the visible scores of a rank, forward."""
+        ampere, later = self.attention_fraction
+        seconds = scores / (run.machine.peak() * (ampere if run.machine.peak() < 5e14 else later))
+        return Seconds(seconds, 2.5 * seconds)
+
+    def passes(self, run: Run) -> float:
+        """How often a layer reads or writes each byte of its activations, forward and backward."""
+        return run.constants.passes
+
+    def exchanges(self, run: Run, one: float, count: int, columns: list[float]) -> Seconds:
+        """What `count` tensor parallel exchanges in forward and as many in backward take beside the matmuls. one: of an
+        exchange. columns: seconds of the weight gradient of each column parallel layer, which hides an exchange."""
+        return Seconds(count * one, count * one - sum(min(one, seconds) for seconds in columns))
+
+    def host_seconds(self, run: Run, layer: int) -> float:
+        """What the host takes to launch a layer's operations, forward and backward; the GPU waits where that is longer
+        than its own work. Counted with torch 2.11 on one core where launches did nothing (each takes some us more), of
+        a version whose kernels took about 10 us more per call (docs/NOTES.md). What was counted for one technique is
+        added to what was counted for another."""
+        settings, grid = run.settings, run.settings.grid
+        seconds = 2.1e-3 + 0.9e-3 * (grid.zero == 3) + 2.9e-3 * settings.model.has_experts(layer)
+        seconds += 5.0e-3 if grid.sp == "async" else 1.1e-3 * (grid.tp > 1)
+        if layer in settings.fp8_layers():
+            seconds += 1.2e-3 if settings.precision.fp8_recipe().blocks else 2.6e-3
+        return seconds
+
+    def activations(self, run: Run, stages: Mapping[int, range], in_flight: int) -> int:
+        """Bytes that the forwards of a pipeline rank with these stages save."""
+        return memory.activation_bytes(run.settings, 2, stages.values(), in_flight, run.last_stage in stages)
+
+    def more_memory(self, run: Run, rank: int, stages: Mapping[int, range]) -> dict[str, int]:
+        """Bytes of a pipeline rank that plan/memory.py does not have, by kind."""
+        return {}
 
 
-# Fractions of the peak that attention reaches, forward and backward together, on Ampere and on later GPUs: Dao 2022;
-# Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6.
-ATTENTION_FRACTION = {"flash1": (0.35, 0.20), "flash2": (0.60, 0.33), "flash3": (0.60, 0.60)}
+OURS = Code()
 
 
 class Constants(NamedTuple):
-    """Fitted on public runs by plan/fit.py."""
+    """Speeds and margins. Those of time were fitted by `python -m tests.published fit`, those of memory by hand."""
     ampere: float = 0.835  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
     hopper: float = 0.799
     blackwell: float = 0.942
-    passes: float = 15.5  # reads and writes of each activation byte that a layer makes, forward and backward
-    fused: float = 6.36  # the same, where norms and SwiGLU are one kernel each
+    passes: float = 6.36  # reads and writes of each activation byte that a layer makes, forward and backward
     logit_bytes: float = 55.4  # read and written per logit, forward and backward
-    launch_s: float = 4.37e-3  # host time of a layer, forward and backward, in others' code; ours: host_seconds
     hidden: float = 0.626  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
     exchange_s: float = 6.9e-5  # per tensor parallel exchange, besides latency: streams wait for each other
     fixed_s: float = 33.5e-3  # per step
     node: float = 0.853  # bandwidth of a node, relative to what is measured for one large collective
     network: float = 0.739  # the same of the network
     latency: float = 1.55  # relative to the machine's
-    unfused: float = 1.4  # activations that a layer saves in code which is not `fused`, relative to plan/memory.py
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
     spread: float = 0.12  # standard deviation of the error of a predicted memory, relative
@@ -114,7 +146,7 @@ class Run(NamedTuple):
     """What is to be timed. All experts get equally many tokens."""
     settings: Config
     machine: Machine
-    kernels: Kernels = Kernels()
+    code: Code = OURS
     constants: Constants = CONSTANTS
 
     @property
@@ -128,16 +160,19 @@ class Run(NamedTuple):
         batch = self.settings.batch
         return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.dp
 
+    @property
+    def last_stage(self) -> int:
+        return self.settings.grid.pp * self.settings.grid.chunks - 1
+
+    def stages_of_rank(self, rank: int) -> dict[int, range]:
+        """The pipeline stages of a rank, and their layers."""
+        return memory.stages_of_rank(self.settings, rank, self.code.stages(self.settings))
+
     def matmul(self, flops: float, fp8: bool = False) -> float:
         machine, constants = self.machine, self.constants
         speed = (constants.ampere if machine.peak() < 5e14 else constants.hopper if machine.peak() < 1.5e15
                  else constants.blackwell)
         return flops / (machine.best_matmul(fp8) * speed)
-
-    def attention(self, flops: float) -> float:
-        """flops: of visible scores, forward or backward."""
-        ampere, later = ATTENTION_FRACTION[self.kernels.attention]
-        return flops / (self.machine.peak() * (ampere if self.machine.peak() < 5e14 else later))
 
     def memory(self, nbytes: float) -> float:
         return nbytes / self.machine.memory_bandwidth
@@ -155,21 +190,18 @@ class Run(NamedTuple):
 
 def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Parts:
     """All-gathers and reduce-scatters of a micro-batch's activations [T, H], so many in forward and as many in
-    backward, less what is under matmuls. Inputs of column parallel layers that are not saved are gathered again: under
-    matmuls, if anything is. columns: seconds of each such layer's weight gradient."""
-    grid, overlap = run.settings.grid, run.kernels.tp_overlap
-    if grid.tp == 1 or grid.sp == "async" or overlap == "all":
+    backward, less what is under matmuls. columns: see Code.exchanges."""
+    grid = run.settings.grid
+    if grid.tp == 1 or grid.sp == "async":
         return {}
     nbytes = (grid.tp - 1) / grid.tp * 2 * run.tokens * run.settings.model.hidden
     one = run.collective(nbytes, grid.tp) + run.constants.exchange_s
-    hidden = sum(min(one, seconds) for seconds in columns) if overlap == "backward" else 0.0
-    again = len(columns[run.kernels.gathered:]) if overlap == "none" and grid.sequence_parallel else 0
-    return dict(tp=Seconds(exchanges * one, (exchanges + again) * one - hidden))
+    return dict(tp=run.code.exchanges(run, one, exchanges, columns))
 
 
 def layer_parts(run: Run, layer: int) -> Parts:
     """What a block takes on a rank, for one micro-batch."""
-    settings, constants, T = run.settings, run.constants, run.tokens
+    settings, T = run.settings, run.tokens
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
     fp8 = layer in settings.fp8_layers()
     table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp, cp=grid.cp), layer)
@@ -180,20 +212,13 @@ def layer_parts(run: Run, layer: int) -> Parts:
     parts = dict(matmul=Seconds(product + run.memory(2 * weights), product + run.memory(2 * weights),
                                 product + run.memory(14 * weights)))
     touched = run.memory(costs.saved_bytes(table, "none", grid.tp, grid.sequence_parallel) * T
-                         * (constants.fused if run.kernels.fused else constants.passes))
+                         * run.code.passes(run))
     parts["elementwise"] = Seconds(touched / 3, touched * 2 / 3)
     if fp8:
         inputs, gradients = (T * count for count in costs.fp8_operands(settings, layer))
         one, two = (costs.fp8_bytes(settings, copies) for copies in (1, 2))  # inputs are read again in backward
         parts["quantise"] = Seconds(run.memory(one * inputs), run.memory(one * inputs + two * gradients))
-    if run.kernels.attention == "standard":  # all scores, in memory
-        cost = costs.attention_cost("standard", 1, model.heads, settings.batch.seq, model.head_dim)
-        nbytes = cost.nbytes / settings.batch.seq * T / grid.tp
-        seconds = run.matmul(2 * scores) * (16 if model.head_dim % 8 else 1)  # A100: without tensor cores peak / 16
-        parts["attention"] = Seconds(seconds + run.memory(nbytes / 3), 2 * seconds + run.memory(nbytes * 2 / 3))
-    else:
-        seconds = run.attention(scores)
-        parts["attention"] = Seconds(seconds, 2.5 * seconds)
+    parts["attention"] = run.code.attention(run, scores)
     columns = [run.matmul(flops[name], fp8) for name in ("qkv", "queries", "gate_up", "shared_gate_up")
                if name in flops]
     parts |= tensor_parallel_part(run, 4, columns)
@@ -210,24 +235,9 @@ def layer_parts(run: Run, layer: int) -> Parts:
     if settings.precision.offloads("activations"):  # the block's input, to the host in forward and back in backward
         copied = 2 * T * model.hidden / grid.tp / run.machine.host_link
         parts["offload"] = Seconds(max(0.0, copied - forward), max(0.0, copied - backward))
-    host = host_seconds(run, layer)
+    host = run.code.host_seconds(run, layer)
     parts["launch"] = Seconds(max(0.0, host / 3 - forward), max(0.0, host * 2 / 3 - backward))
     return parts
-
-
-def host_seconds(run: Run, layer: int) -> float:
-    """What the host takes to launch a layer's operations, forward and backward; the GPU waits for what of it is longer
-    than its own work. Of this code: counted with torch 2.11 on one core where launches did nothing (each takes some us
-    more), of a version whose kernels took about 10 us more per call (docs/NOTES.md). What was counted for one technique
-    is added to what was for another."""
-    settings, grid = run.settings, run.settings.grid
-    if run.kernels.launch != "ours":
-        return run.constants.launch_s if run.kernels.launch == "fitted" else 0.0
-    seconds = 2.1e-3 + 0.9e-3 * (grid.zero == 3) + 2.9e-3 * settings.model.has_experts(layer)
-    seconds += 5.0e-3 if grid.sp == "async" else 1.1e-3 * (grid.tp > 1)
-    if layer in settings.fp8_layers():
-        seconds += 1.2e-3 if settings.precision.fp8_recipe().blocks else 2.6e-3
-    return seconds
 
 
 def context_parallel_part(run: Run, attention: Seconds) -> Parts:
@@ -273,7 +283,7 @@ def stage_parts(run: Run) -> list[Parts]:
     settings = run.settings
     kinds, of_kind = costs.layer_kinds(settings), costs.by_kind(settings, lambda layer: layer_parts(run, layer))
     stages, made = [], {}  # made: stages with the same layers share one table
-    for layers in costs.stages_of(settings, run.kernels.division):
+    for layers in run.code.stages(settings):
         counts = Counter(kinds[layer] for layer in layers)
         key = tuple(counts.items())
         if key not in made:
@@ -358,7 +368,7 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
     """
     grid, A = run.settings.grid, run.micro_batches
     gradient, weight = costs.reduced_bytes(run.settings, 2), 2
-    sums = 1 if run.kernels.overlap else 2
+    sums = 1 if run.code.overlaps else 2
     per_element, calls, under = {
         0: (2 * gradient, 2, one.total - one.forward), 1: (sums * gradient + weight, 2, one.total),
         2: (A * gradient + weight, A + 1, busy), 3: (A * (gradient + 2 * weight), 3 * A, busy)}[grid.zero]
@@ -372,7 +382,7 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
                                       "all_gather" if grid.zero else "all_reduce", calls * layers / 2)
         if R > 1 and count:
             seconds += run.collective(2 * (R - 1) / R * count / n * gradient, R, stride * n, "all_reduce", layers / 2)
-    if not run.kernels.overlap or grid.tp > run.machine.levels[0].ranks:  # tensor parallel ranks use the network, too
+    if not run.code.overlaps or grid.tp > run.machine.levels[0].ranks:  # tensor parallel ranks use the network, too
         return seconds
     return max(seconds * (1 - run.constants.hidden) if grid.zero >= 2 else 0.0, seconds - under)
 
@@ -383,7 +393,7 @@ def tied_seconds(run: Run) -> float:
     model, grid = run.settings.model, run.settings.grid
     if not (model.tied or model.mtp) or grid.pp == 1 or grid.v_shaped:  # a V's first rank has both stages
         return 0.0
-    shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero and run.kernels.overlap else 1
+    shards = grid.dp // grid.dp_replicate * grid.cp if grid.zero and run.code.overlaps else 1
     nbytes = 4 * model.vocab * model.hidden / grid.tp / shards
     return run.collective(nbytes, 2, grid.dp * grid.cp * grid.tp * (grid.pp - 1), "all_reduce")
 
@@ -433,13 +443,13 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
     seconds, busy = (pipeline_seconds if simulated else bound_seconds)(run, sums)
     busiest = max(range(grid.pp), key=busy.__getitem__)
     parts: Parts = {}
-    for stage in memory.stages_of_rank(run.settings, busiest, run.kernels.division):
+    for stage in run.stages_of_rank(busiest):
         add_parts(parts, stages[stage], run.micro_batches)
     spent = {name: part.total for name, part in parts.items() if part.total}
     spent["bubble"] = seconds - busy[busiest]
     data = update = 0.0
     for rank in {0, grid.pp - 1}:
-        mine = memory.stages_of_rank(run.settings, rank, run.kernels.division)
+        mine = run.stages_of_rank(rank)
         elements = costs.bucket_elements(run.settings, mine, 2)
         one = Seconds(*map(sum, zip(*(sums[stage] for stage in mine))))
         data = max(data, data_parallel_seconds(run, elements, sum(map(len, mine.values())), one, busy[busiest]))
@@ -455,32 +465,18 @@ def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 def activations_of_rank(run: Run, rank: int) -> int:
-    """Bytes that the forwards of a pipeline rank save. Code that is not `fused` saves more of a layer, and logits in 16
-    bits and in fp32, twice: as they are and less their maximum, which becomes the softmax in place."""
-    stages = memory.stages_of_rank(run.settings, rank, run.kernels.division)
-    last = run.settings.grid.pp * run.settings.grid.chunks - 1
-    fused, (count, _) = run.kernels.fused, memory.plan_in_memory(run.settings, rank)
-    own = memory.activation_bytes(run.settings, 2, stages.values(), count, fused and last in stages)
-    if not fused:
-        logits = run.tokens * run.settings.model.vocab / run.settings.grid.tp
-        own = round(run.constants.unfused * own + (2 + 4 + 4) * logits * (last in stages))
-    return own
+    """Bytes that the forwards of a pipeline rank save."""
+    in_flight, _ = memory.plan_in_memory(run.settings, rank)
+    return run.code.activations(run, run.stages_of_rank(rank), in_flight)
 
 
 def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int]:
-    """Bytes of a pipeline rank by kind: of our own code those of plan/memory.py. own: its activations, if they are
-    known."""
-    settings, kernels, grid = run.settings, run.kernels, run.settings.grid
+    """Bytes of a pipeline rank by kind. own: its activations, if they are known."""
     own = activations_of_rank(run, rank) if own is None else own
-    kinds = memory.memory_of_rank(settings, rank, 2, fused=True, activations=own, division=kernels.division)
-    stages = memory.stages_of_rank(settings, rank, kernels.division)
-    if not kernels.fused:
-        kinds["gradients"] += 2 * sum(map(sum, costs.bucket_elements(settings, stages, 2).values()))
-    if kernels.gathered and grid.tp > 1:  # in 16 bits, of all tokens
-        inputs = kernels.gathered * max(map(len, stages.values()))
-        in_flight, _ = memory.plan_in_memory(settings, rank)
-        kinds["gathered"] = round(inputs * in_flight * run.tokens * 2 * settings.model.hidden * (1 - 1 / grid.tp))
-    return kinds
+    kinds = Counter(memory.memory_of_rank(run.settings, rank, 2, fused=True, activations=own,
+                                          stages=run.code.stages(run.settings)))
+    kinds.update(run.code.more_memory(run, rank, run.stages_of_rank(rank)))
+    return dict(kinds)
 
 
 def activations(run: Run) -> dict[int, int]:
@@ -499,3 +495,75 @@ def probability_of_fit(run: Run, nbytes: float) -> float:
     """That a run whose predicted memory this is, without what is reserved, does not run out of it."""
     needed, there = nbytes + run.constants.reserved, run.machine.memory_bytes * run.constants.usable
     return NormalDist(0, run.constants.spread).cdf(math.log(there / needed))
+
+
+# ---- a prediction ---------------------------------------------------------------------------------------------------
+
+class Prediction(NamedTuple):
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    mfu_causal: float
+    hfu: float
+    memory_gb: float
+    fits: float  # a probability
+
+
+def predict(run: Run) -> Prediction:
+    settings, grid = run.settings, run.settings.grid
+    seconds = step_seconds(run).seconds
+    gpus = grid.dp * grid.cp * grid.tp * grid.pp
+    rate = settings.batch.ramp()[-1][0] * settings.batch.seq / seconds / gpus
+    share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
+    needed = sum(needed_memory(run).values())
+    return Prediction(seconds, rate, **share, memory_gb=(needed + run.constants.reserved) / 1e9,
+                      fits=probability_of_fit(run, needed))
+
+
+def kind_of(run: Run) -> str:
+    """The kind of a run, as far as published runs say how far off predictions of its step time are."""
+    grid, experts, fp8 = run.settings.grid, run.settings.model.experts, run.settings.precision.fp8 != "none"
+    gpus = grid.dp * grid.cp * grid.tp * grid.pp
+    return ", ".join(("experts" if experts else "dense", "FP8" if fp8 else "16 bits",
+                      family_of(run.machine) or run.machine.name, "pipeline" if grid.pp > 1 else "no pipeline",
+                      "at most 256 GPUs" if gpus <= 256 else "more than 256 GPUs"))
+
+
+def held_out() -> dict[str, dict[str, Any]]:
+    """How far off predictions are of published runs that had no part in the fit: "steps" by kind of run, and "memory".
+    `python -m tests.published fit` writes this file."""
+    return json.loads(HELD_OUT.read_text())
+
+
+def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
+    """The Run that a request describes: settings of train.py by name, and besides them `machine`, a name or a file, and
+    `gpus`, by default as many as the grid has. Raises ValueError for what cannot run."""
+    asked = {name.replace("-", "_"): value for name, value in request.items()}
+    machine = read_machine(asked.pop("machine", "h100"))
+    gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
+    settings = config.parse(to_flags(asked), gpus)
+    need(settings.grid.grid == "given", "--grid auto: give a grid, such as python -m plan search finds")
+    return Run(in_16_bits(settings), machine, code)
+
+
+def to_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by name as flags of train.py: {"tp": 2, "tied": False} -> ["--tp", "2", "--no-tied"]."""
+    flags = []
+    for name, value in settings.items():
+        flag = config.flag(name)
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append("--no-" + flag[2:])
+        elif value is not None:
+            flags += [flag, str(value)]
+    return flags
+
+
+def in_16_bits(settings: Config) -> Config:
+    """The settings with their dtype decided. Raises ValueError for a dtype whose times are not known."""
+    if settings.precision.dtype == "auto":
+        settings.precision.dtype = "bf16"
+    dtype = settings.precision.dtype
+    need(dtype in ("bf16", "fp16"), f"--dtype {dtype}: times are known in bf16 and fp16, use one of them, or auto")
+    return settings
