@@ -5,7 +5,6 @@
     python -m plan step     … the same flags                                            seconds by cause; MFU
     python -m plan balance  … the same flags             does communication hide under compute, and from what batch on?
     python -m plan search   --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
-    python -m plan sweep    … the same flags, on these GPUs                           the best grids, run for ten steps
     python -m plan scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
 
 Flags are those of train.py, plus --gpus and --machine (a name, or the file that bench/probe.py writes). Neither torch
@@ -250,22 +249,9 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
 
-def run_sweep(run: Run, gpus: int, flags: list[str], top: int, out: str, timeout_s: float) -> None:
-    """Run the best proposals here and print each as soon as it has ended, then the map."""
-    given = search.given_by_flags(flags)
-    found, fell = search.search(run, gpus, given)
-    need(found != [], search.why_none_fits(run, gpus, given, fell))
-    print(search.SWEEP_HEADER)
-    records = []
-    for record in search.sweep(found[:top], flags, gpus, out, timeout_s):
-        records.append(record)
-        print(search.table_line(record), flush=True)
-    print(search.draw_map(records))
-
-
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-COMMANDS = "params", "memory", "step", "balance", "search", "sweep", "scaling"
+COMMANDS = "params", "memory", "step", "balance", "search", "scaling"
 USAGE = f"python -m plan {'|'.join(COMMANDS)} [flags of train.py] [--gpus N] [--machine {'|'.join(MACHINES)}|FILE]"
 
 
@@ -275,9 +261,6 @@ class Flags:
     machine: str = setting("h100", "a built-in one, a file of bench/probe.py, or cpu: this host")
     train_tokens: float = setting(0.0, "scaling: tokens; 0: 20 per active parameter")
     price: float = setting(2.5, "scaling: dollars per GPU-hour")
-    top: int = setting(8, "sweep: how many proposals to run")
-    out: str = setting("", "sweep: write one JSON object per run here, and skip what it has")
-    limit: float = setting(600.0, "sweep: seconds that a run may take")
 
 
 def world_of(flags: list[str]) -> int:
@@ -293,7 +276,7 @@ def main(arguments: list[str]) -> None:
     need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
     gpus = asked.gpus or world_of(rest)
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
-    searching = command in ("search", "sweep")
+    searching = command == "search"
     settings = start.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
     need(searching or settings.grid.grid == "given", f"--grid auto: {command} is of a grid that is given; search finds "
                                                      "the best")
@@ -304,9 +287,6 @@ def main(arguments: list[str]) -> None:
     run = Run(in_16_bits(settings), machine)
     if command == "search":
         return print_search(run, gpus, search.given_by_flags(rest))
-    if command == "sweep":
-        need(asked.top > 0, f"--top {asked.top}: must be above 0")
-        return run_sweep(run, gpus, rest, asked.top, asked.out, asked.limit)
     if command == "scaling":
         rate = predict(run).tokens_per_s_per_gpu * gpus
         return scaling.print_scaling(settings, machine.name, gpus, rate, asked.train_tokens, asked.price)

@@ -9,16 +9,11 @@ ranked by a lower bound (time.bound_seconds), the best are then simulated. Setti
 """
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any, NamedTuple
 
 import config
@@ -26,7 +21,6 @@ from config import Config, need
 from plan import costs, time
 from plan.machines import MACHINES, Level, Machine, card_of
 from plan.time import Run, stage_parts
-from run.start import table
 from schedules import SCHEDULES
 
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
@@ -241,88 +235,3 @@ def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float
     flops = {"bf16": 3e10 * cores}
     levels = (Level("host", ranks, 1e-4, 5e8 * cores), Level("network", 1 << 20, 2e-4, 1e8))
     return Machine("cpu", ranks, flops, flops, memory_bytes / ranks, 5e9 * cores, levels, 5e9 * cores, 5e9 * cores)
-
-
-# ---- python -m plan sweep --------------------------------------------------------------------------------------------
-
-STEPS, WARMUP = 10, 3
-OUT_OF_MEMORY = "OutOfMemoryError", "out of memory", "can't allocate memory", "Cannot allocate memory", "exitcode: -9"
-
-
-def sweep(candidates: list[Candidate], flags: list[str], ranks: int, out: str, timeout_s: float) -> Iterator[dict]:
-    """Run each candidate on `ranks` processes of this machine and yield its JSON object. flags: flags of train.py that
-    all runs share. out: the file of JSON lines to append to, "" for none. timeout_s: for each run."""
-    known = {}  # command -> its JSON object
-    if out and os.path.exists(out):
-        with open(out) as file:
-            known = {record["command"]: record for record in map(json.loads, file)}
-    for candidate in candidates:
-        given = [*flags, *describe(candidate.run.settings).split()]
-        command = " ".join(given)
-        if command not in known:
-            known[command] = dict(command=command, flags=describe(candidate.run.settings), ranks=ranks,
-                                  **run_candidate(given, ranks, timeout_s), predicted_s=candidate.seconds,
-                                  predicted_gb=candidate.memory / 1e9)
-            if out:
-                with open(out, "a") as file:
-                    print(json.dumps(known[command]), file=file)
-        yield known[command]
-
-
-def run_candidate(flags: list[str], ranks: int, timeout_s: float) -> dict:
-    """Train STEPS steps with these flags of train.py. Returns the status, and medians of the metrics if it is "ok"."""
-    train = os.path.join(os.path.dirname(config.__file__), "train.py")
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = os.path.join(folder, "metrics.jsonl")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", train,
-                   *flags, "--steps", str(STEPS), "--sample", "", "--metrics", metrics]
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return dict(status="failed", error=f"took more than {timeout_s:g} s")
-        if ended.returncode:
-            if any(word in ended.stderr for word in OUT_OF_MEMORY):
-                return dict(status="out of memory", error="")
-            errors = [line for line in ended.stderr.splitlines() if line.startswith("train.py: ")]
-            return dict(status="failed", error=errors[0] if errors else ended.stderr.strip()[-200:])
-        with open(metrics) as file:
-            records = [json.loads(line) for line in file]
-    steady = records[WARMUP:]
-    found = {name: median(record[name] for record in steady) for name in ("step_s", "tokens_per_s")}
-    mfu = [record["mfu"] for record in steady if record["mfu"] is not None]  # None: a device without a known peak
-    return dict(status="ok", error="", **found, mfu=median(mfu) if mfu else None, memory_gb=steady[-1]["memory_gb"])
-
-
-def table_line(record: dict) -> str:
-    """One run as a line of the printed table."""
-    measured = ""
-    if record["status"] == "ok":
-        mfu = "-" if record["mfu"] is None else f"{record['mfu']:.1%}"
-        measured = f"{record['step_s']:8.3f} s{record['tokens_per_s']:13,.0f}{mfu:>7s} {record['memory_gb']:8.2f} GB"
-    return (f"{record['status']:14s}{measured:42s}{record['predicted_s']:9.3f} s  {record['flags']}  "
-            f"{record['error']}").rstrip()
-
-
-SWEEP_HEADER = f"{'status':14s}{'step':>10s}{'tokens/s':>13s}{'MFU':>7s}{'memory':>12s}{'predicted':>11s}  flags"
-
-
-def draw_map(records: list[dict]) -> str:
-    """The playbook's map: for each tp and pp, the tokens per second, ZeRO level and micro-batch of the fastest run, or
-    the status if no run succeeded."""
-    def value_of(record: dict, name: str) -> int:
-        words = record["flags"].split()
-        return int(words[words.index("--" + name) + 1]) if "--" + name in words else 1
-
-    columns = sorted({value_of(record, "tp") for record in records})
-    rows = [("tokens per second of the fastest run (zero, micro-batch)", *(f"tp {tp}" for tp in columns))]
-    for pp in sorted({value_of(record, "pp") for record in records}):
-        cells = []
-        for tp in columns:
-            runs = [record for record in records if (value_of(record, "tp"), value_of(record, "pp")) == (tp, pp)]
-            best = max((record for record in runs if record["status"] == "ok"), default=None,
-                       key=lambda record: record["tokens_per_s"])
-            status = runs[0]["status"] if runs else ""
-            cells.append(status if best is None else
-                         f"{best['tokens_per_s']:,.0f} (z{value_of(best, 'zero')}, mb {value_of(best, 'micro-batch')})")
-        rows.append((f"pp {pp}", *cells))
-    return table(rows, "<" + ">" * len(columns))
