@@ -21,7 +21,7 @@ Full. A block runs with autograd off; in backward, just before its own, again wi
 - Saved inputs outlive other activations and would fragment memory, so all are in one arena.
 
 Selective. No layer knows of it: what layers have saved is freed and refilled from outside. What pays depends on the
-architecture: `python -m plan.costs` prints what four of them save.
+architecture: `python -m plan memory --preset NAME` prints what each mode saves of it.
 Chen et al. 2016; Rajbhandari et al. 2020 (ZeRO, sections 6 and 8: sharded checkpoints, the arena); Korthikanti et al.
 2022, Reducing Activation Recomputation in Large Transformer Models, sections 4 and 5. Shapes: n ranks.
 """

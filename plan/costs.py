@@ -18,8 +18,6 @@ per token, S = sequence, L = layers, W = window, P = parameters.
 from __future__ import annotations
 
 import math
-import sys
-import textwrap
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +25,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from config import Config, Model, make_parser, parse
+from config import Config, Model
 
 RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
 
@@ -373,30 +371,6 @@ def recomputed_flops(layer: Layer, recompute: str) -> float:
                if RECOMPUTE.index(activation.saved_under) < RECOMPUTE.index(recompute))
 
 
-def gpt_layer(hidden: int, heads: int, seq: int) -> Layer:
-    """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores saved: s b h (34 + 5 a s / h).
-
-    Attention's FLOPs count all scores, masked ones too, as the paper and torch do. "selective" means what it does in
-    that paper: only the scores are recomputed (in model.py norms and SwiGLU are, too).
-    """
-    h, scores = hidden, heads * seq
-    return dict(
-        input=Activation(2 * h, "full", "sp"),
-        attention_norm=Activation(2 * h, "selective", "sp"),
-        qkv=Activation(6 * h, "selective", "tp", 6 * h * h),
-        softmax=Activation(2 * scores, "none", "tp", 4 * h * seq),  # q k^T and softmax v
-        softmax_dropped=Activation(2 * scores, "none", "tp"),
-        softmax_mask=Activation(scores, "none", "tp"),
-        attention=Activation(2 * h, "selective", "tp"),
-        attention_mask=Activation(h, "selective", "sp", 2 * h * h),
-        residual=Activation(2 * h, "selective", "sp"),
-        ffn_norm=Activation(2 * h, "selective", "sp"),
-        up=Activation(8 * h, "selective", "tp", 8 * h * h),
-        gelu=Activation(8 * h, "selective", "tp"),
-        ffn_mask=Activation(h, "selective", "sp"),
-        output=Activation(0, "full", "sp", 8 * h * h))
-
-
 class LayerOptions(NamedTuple):
     """How a layer is executed, as far as it changes what is saved.
 
@@ -529,48 +503,6 @@ def copies_per_token(model: Model, ranks: int) -> float:
     return ranks * (1 - math.comb(E - E // ranks, k) / math.comb(E, k))
 
 
-class AttentionCost(NamedTuple):
-    flops: float  # of all matmuls, forward and backward
-    nbytes: float  # read and written
-
-
-def attention_cost(algorithm: str, B: int, N: int, S: int, D: int, itemsize: int = 2,
-                   on_chip: int = 192 * 1024) -> AttentionCost:
-    """Attention without a causal mask, forward and backward, for B sequences of S tokens, N heads of width D.
-    algorithm: one of
-
-    "standard": scores in memory, with mask and dropout. Passes over them (one for a read or a write) in forward: 1
-    writes s, 2 add the mask, 2 softmax, 2.5 dropout (its mask is a byte), 1 for p v; in backward 1 dv, 1 dp, 2.5
-    dropout, 3 softmax, 2 dq and dk.
-    "flash 1": algorithms 1 and 4 of Dao et al. 2022, with on_chip bytes of memory in each SM, by default an A100's. The
-    outer loop takes on_chip / (4 D itemsize) keys and values per turn.
-    "here": flash.py, where the L2 cache serves what a kernel reads twice.
-    """
-    matmul, tensor, rows = 2 * B * N * S * S * D, B * N * S * D * itemsize, B * N * S * 4
-    if algorithm == "standard":
-        passes = (1 + 2 + 2 + 2.5 + 1) + (1 + 1 + 2.5 + 3 + 2)
-        return AttentionCost(6 * matmul, passes * B * N * S * S * itemsize + (4 + 8) * tensor)
-    if algorithm == "flash 1":
-        turns = -(-S // (on_chip // itemsize // (4 * D)))
-        forward = (2 + 1 + 3 * turns) * tensor + (2 + 4 * turns) * rows  # k v; o = 0; q o, o; m l = 0; m l, m l
-        backward = (2 + 2 + 1 + 5 * turns) * tensor + 2 * turns * rows  # k v; dk dv; dq = 0; q o do dq, dq; m l
-        return AttentionCost(7 * matmul, forward + backward)
-    assert algorithm == "here", algorithm
-    forward, backward = 4 * tensor, (6 + 6) * tensor  # q k v, o; q k v o do, dq; q k v do, dk dv
-    return AttentionCost(9 * matmul, forward + backward + 5 * rows)
-
-
-def published_flops(algorithm: str, B: int, N: int, S: int, D: int) -> float:
-    """FLOPs as figure 2 of Dao et al. 2022 seems to count them.
-
-    The paper prints 66.6 "GFLOPs" and 40.3 GB for standard attention, 75.2 and 4.4 for FlashAttention (GPT-2 medium: B
-    64, N 16, S 1024, D 64), where 6 and 7 matmuls are 825 and 962 GFLOP. Its text does not say what is counted. But if
-    matmuls count 1/16, as an A100's tensor cores are 16 times as fast as its other units, and each score has 14 other
-    operations (1 mask, 5 softmax, 2 dropout; backward 2 and 4), both figures are as printed.
-    """
-    return attention_cost(algorithm, B, N, S, D).flops / 16 + 14 * B * N * S * S
-
-
 # ---- utilisation ----------------------------------------------------------------------------------------------------
 
 def flops_by_convention(settings: Config) -> dict[str, float]:
@@ -582,66 +514,3 @@ def flops_by_convention(settings: Config) -> dict[str, float]:
                      for layer in range(model.blocks))
     flops = flops_per_token(model, seq)
     return dict(mfu=flops, mfu_causal=flops_per_token(model, seq, causal=True), hfu=flops + recomputed)
-
-
-# ---- python -m plan.costs -------------------------------------------------------------------------------------------
-
-def print_layers() -> None:
-    """For each mode: what a layer saves and recomputes, and what this mode drops that the mode before it saves.
-
-    What to recompute? Korthikanti et al. 2022 drop attention's scores alone. Does that hold?
-
-    1. For its own layer, yes: GPT-3 saves 1,401 kB per token, 70% of it scores, which 0.9% more FLOPs recompute. (The
-       paper says 2.7%: its formula adds attention's forward and backward once more, but only the forward runs again.)
-    2. With fused attention, no: scores are never saved, and of a Llama 8B layer's 139 kB, norms and SwiGLU, which cost
-       no matmul at all, are the 32% that selective recomputation drops.
-    3. Mixtral is like Llama with a larger feed-forward: two experts' gate, up and SwiGLU are 71% of 242 kB; selective
-       recomputation drops 30%.
-    4. DeepSeek-V3 differs: it has many narrow experts, so 22% of its 523 kB are tokens dispatched to experts, which
-       only a second exchange would bring back.
-    5. In DeepSeek-V3 the thing to recompute is keys and values: 19% of the bytes, made of latents by 0.7% more FLOPs.
-       With norms and SwiGLU, selective recomputation drops 32%. So make this table for your architecture.
-    """
-    llama, mixtral, deepseek = (parse(["--preset", name]).model
-                                for name in ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"))
-    layers = {"GPT-3, 2048 tokens": gpt_layer(12288, 96, 2048),
-              "Llama 8B, 4096": llama_layer(llama, 4096),
-              "Mixtral 8x7B, 4096": llama_layer(mixtral, 4096),
-              "DeepSeek-V3, 4096": llama_layer(deepseek, 4096)}
-
-    def describe(name: str, nbytes: float, flops: float) -> str:
-        return f"{name} {nbytes / 1e3:.0f} kB" + (f" +{flops / step:.1%}" if flops else "")
-
-    for title, layer in layers.items():
-        step = 3 * forward_flops(layer)  # backward: two forwards
-        modes = [describe(mode, saved_bytes(layer, mode), recomputed_flops(layer, mode))
-                 for mode in RECOMPUTE]
-        print("\n    " + "   ".join([f"{title:22s}", *modes]))
-        for mode, next_mode in zip(RECOMPUTE, RECOMPUTE[1:]):
-            dropped = [describe(name, made.nbytes, made.flops) for name, made in layer.items()
-                       if made.saved_under == mode and made.nbytes > 0.005 * saved_bytes(layer, "none")]
-            text = f"{next_mode} drops {', '.join(dropped)}"
-            print(textwrap.fill(text, 112, initial_indent=6 * " ", subsequent_indent=8 * " "))
-
-
-def print_attention() -> None:
-    shape = dict(B=64, N=16, S=1024, D=64)
-    print(f"\nForward and backward without causal mask, {shape}:\n")
-    for how, printed in (("standard", "66.6 and 40.3"), ("flash 1", "75.2 and 4.4"), ("here", None)):
-        cost = attention_cost(how, **shape)
-        published = f"  (published: {printed}; by formula {published_flops(how, **shape) / 1e9:.1f})"
-        print(f"    {how:9s} {cost.flops / 1e9:5.0f} GFLOP of matmuls {cost.nbytes / 1e9:6.1f} GB  "
-              f"{cost.flops / cost.nbytes:4.0f} FLOPs per byte{published if printed else ''}")
-    print("\nAn H200 moves a byte in the time of 206 bf16 FLOPs: with fewer per byte, attention waits for memory.")
-
-
-if __name__ == "__main__":
-    try:
-        make_parser({}, __doc__, "python -m plan.costs").parse_args()  # there are no flags but --help
-    except ValueError as error:
-        print(f"plan.costs: {error}", file=sys.stderr)
-        sys.exit(2)
-    print("Bytes per token that a layer saves, and the FLOPs that recomputation adds to a step (16 bits).\nIn time, "
-          "full recomputation is published as 30 to 40% more (Korthikanti et al. 2022):")
-    print_layers()
-    print_attention()
