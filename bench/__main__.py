@@ -65,13 +65,13 @@ from ep import GroupedExperts, Router, make_routing_info
 from groups import build_groups
 from model import Llama
 from param import Spec, draw, parameter
+from plan.printing import table
 from pp import Engine
 from run import checkpoint, start
 from run.data import MicroBatch
 from run.device import choose_device
 from run.meter import Collective, Meter
 from run.ranks import gather_objects, host_group
-from run.start import table
 from tp import MATMUL, Column, Row, TensorParallel
 from zero import Optimizer
 

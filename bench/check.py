@@ -27,7 +27,7 @@ import operations
 from bench.rows import Row, Worker, first_line, relative_error
 from operations import Mask, rotate_and_split
 from param import IGNORED, acc_dtype
-from run.start import table
+from plan.printing import table
 from tp import cross_entropy
 
 USAGE = "python -m bench check [--preset NAME]"

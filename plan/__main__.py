@@ -26,18 +26,13 @@ from config import need, setting
 from plan import costs, machines, scaling, search, time
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
-from plan.time import Run, in_16_bits, predict
-from run import start
-from run.start import table
+from plan.printing import bar, table
+from plan.time import Run, in_16_bits, parse, predict
 
 GB = 1e9
 
 
 # ---- what is printed ------------------------------------------------------------------------------------------------
-
-def bar(value: float, whole: float, width: int = 40) -> str:
-    return "█" * round(width * min(1.0, value / whole)) if whole else ""
-
 
 def print_params(run: Run) -> None:
     """Exact, beside h V + L (12 h^2 + 13 h) + 2 h, which the lectures use, and what is different."""
@@ -277,7 +272,7 @@ def main(arguments: list[str]) -> None:
     gpus = asked.gpus or world_of(rest)
     machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
     searching = command == "search"
-    settings = start.parse([*rest, "--grid", "auto"] if searching else rest, gpus)
+    settings = parse([*rest, "--grid", "auto"] if searching else rest, gpus)
     need(searching or settings.grid.grid == "given", f"--grid auto: {command} is of a grid that is given; search finds "
                                                      "the best")
     knows_host = machine.host_link and machine.host_memory

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from config import Config
 from plan import costs
-from run.start import table
+from plan.printing import table
 
 PF_DAY = 8.64e19  # FLOPs: 1e15 per second for a day (Kaplan et al. 2020)
 

@@ -541,9 +541,18 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
     asked = {name.replace("-", "_"): value for name, value in request.items()}
     machine = read_machine(asked.pop("machine", "h100"))
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
-    settings = config.parse(to_flags(asked), gpus)
+    settings = parse(to_flags(asked), gpus)
     need(settings.grid.grid == "given", "--grid auto: give a grid, such as python -m plan search finds")
     return Run(in_16_bits(settings), machine, code)
+
+
+def parse(flags: list[str], gpus: int) -> Config:
+    """As config.parse, which does not read models and checkpoints; run/start.py does."""
+    for name in ("init_from", "resume"):
+        path = config.read(flags).get(name)
+        need(not path, f"{config.flag(name)} {path}: plan reads neither models nor checkpoints: give --preset or the "
+             "model's flags")
+    return config.parse(flags, gpus)
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:

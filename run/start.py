@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -281,16 +281,6 @@ def of_other_kind(found: Any, example: Any, name: str = "") -> Iterator[str]:
 
 def checksum_of_json(content: dict) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-# ---- what commands print ---------------------------------------------------------------------------------------------
-
-def table(rows: Iterable[Sequence[Any]], align: str) -> str:
-    """Lines of cells in columns, two spaces apart. align: "<" or ">" for each column."""
-    rows = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:{to}{width}}" for cell, to, width in zip(row, align, widths)).rstrip()
-                     for row in rows)
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
