@@ -1,19 +1,13 @@
 """What a run needs before it runs: does it fit, how long does a step take, which grid is best, what does it cost?
 
-    python -m plan params   --preset llama-3.1-8b                                          parameters by component
-    python -m plan memory   --preset llama-3.1-8b --tp 8 --pp 2 --gpus 64 --machine h100   bytes by kind and choice
-    python -m plan step     … the same flags                                            seconds by cause; MFU
-    python -m plan balance  … the same flags             does communication hide under compute, and from what batch on?
-    python -m plan search   --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
-    python -m plan scaling  --preset llama-3.1-8b --gpus 64 --train-tokens 1e12             compute, data, days, cost
+    python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192
 
-Flags are those of train.py, plus --gpus and --machine (a name, or the file that bench/probe.py writes). Neither torch
-nor a GPU is needed: formulas are those of plan/costs.py, times those of plan/time.py, pipelines those of schedules.py,
-the best grid that of plan/search.py, laws those of plan/scaling.py.
+COMMANDS has all commands. Flags are those of train.py and the ones below. Neither torch nor a GPU is needed: formulas
+are those of plan/costs.py, times those of plan/time.py, pipelines those of schedules.py, the best grid that of
+plan/search.py, laws those of plan/scaling.py. tests/published says how far such predictions are off published runs.
 
 Letters: N parameters; h hidden, L layers, V vocabulary.
 """
-
 import copy
 import math
 import sys
@@ -27,7 +21,7 @@ from plan import costs, machines, scaling, search, time
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
 from plan.printing import bar, table
-from plan.time import Run, in_16_bits, parse, predict
+from plan.time import Run, parse, predict, with_dtype
 
 GB = 1e9
 
@@ -75,6 +69,24 @@ STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp
          "this code with --moments bf16": 14}  # bytes per parameter
 
 
+def print_asked(run: Run, gpus: int, given: dict) -> None:
+    """The batch and the machine that are planned for. given: the settings that flags give."""
+    batch = run.settings.batch
+    sequences, missing = batch.ramp()[-1][0], [name for name in ("global_batch", "seq") if name not in given]
+    if "batch_ramp" in given:
+        missing = [name for name in missing if name != "global_batch"]
+    by_default = ""
+    if missing and run.settings.model.preset not in ("tiny", "tiny-moe"):
+        flags = " and ".join(map(config.flag, missing))
+        by_default = f". Warning: {flags} {'are' if missing[1:] else 'is'} not given, and the default is the tiny run's"
+    print(f"batch    {sequences:,} sequences of {batch.seq:,} tokens, {sequences * batch.seq:,} tokens per step"
+          + by_default)
+    print(f"machine  {gpus:,} x {run.machine.name}, {run.machine.memory_bytes / 2**30:,.0f} GiB each; kernels: "
+          f"{'of this project (--kernels auto)' if run.fused else 'plain torch'}")
+    if run.machine.assumed:
+        print(f"         {run.machine.assumed}")
+
+
 def print_memory(run: Run) -> None:
     settings, machine = run.settings, run.machine
     kinds = time.needed_memory(run)
@@ -83,6 +95,17 @@ def print_memory(run: Run) -> None:
           f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
           f"{time.probability_of_fit(run, needed):.2f}")
     print(table([("  " + kind, format_bytes(nbytes), bar(nbytes, there)) for kind, nbytes in kinds.items()], "<><"))
+    if run.fused and settings.precision.attention != "triton":
+        torch_alone = time.needed_memory(changed(run, "precision", kernels="torch"))
+        print(f"  with --kernels torch, and in train.py --dry-run, which runs plain torch, temporaries are "
+              f"{format_bytes(torch_alone['temporaries'])}")
+    print_choices(run)
+    print_state(costs.parameters(settings.model).total, settings.model.preset)
+
+
+def print_choices(run: Run) -> None:
+    """What other pipeline ranks need; and what the run would with another recomputation, level of ZeRO or length."""
+    settings, there = run.settings, run.machine.memory_bytes
     choices = {"pipeline rank": {str(rank): time.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
     for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
@@ -95,7 +118,6 @@ def print_memory(run: Run) -> None:
             print(f"by {title}, total and activations:\n" + table([
                 ("  " + value, format_bytes(total), format_bytes(choice[value]["activations"]), bar(total, there))
                 for value, total in totals.items()], "<>><"))
-    print_state(costs.parameters(settings.model).total, settings.model.preset)
 
 
 def print_state(parameters: int, name: str) -> None:
@@ -220,7 +242,7 @@ def overlaps(run: Run) -> list[Overlap]:
     return found
 
 
-def print_balance(run: Run) -> None:
+def print_overlap(run: Run) -> None:
     """Communication beside the compute that can hide it, by technique."""
     print(f"{run.machine.name}: matmuls reach {run.machine.best_matmul() / 1e12:.3g} TFLOP/s")
     rows = [(found.technique, f"{found.bandwidth / GB:.3g} GB/s", f"{found.communication_s * 1e3:.3g} ms",
@@ -237,25 +259,59 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
     if not found:
         raise ValueError(search.why_none_fits(run, gpus, given, fell))
     gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq / gpus
-    print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best, with what limits each:")
-    rows = [(f"{best.seconds:.3f} s", f"{gpu_tokens / best.seconds:,.0f}", format_bytes(best.memory), best.limit(),
-             search.describe(best.run.settings)) for best in found[:10]]
-    print(table([("step", "tokens/s/GPU", "memory", "limit", "flags"), *rows], ">>><<"))
+    print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best by step time divided by the "
+          "probability to fit, with what limits each:")
+    rows = [(f"{best.seconds:.3f} s", f"{gpu_tokens / best.seconds:,.0f}", format_bytes(best.memory),
+             f"{best.fits:.2f}", best.limit(), search.describe(best.run.settings)) for best in found[:10]]
+    print(table([("step", "tokens/s/GPU", "memory", "fits", "limit", "flags"), *rows], ">>>><<"))
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-COMMANDS = "params", "memory", "step", "balance", "search", "scaling"
-USAGE = f"python -m plan {'|'.join(COMMANDS)} [flags of train.py] [--gpus N] [--machine {'|'.join(MACHINES)}|FILE]"
+class Command(NamedTuple):
+    answers: str
+    example: str  # flags
+
+
+LLAMA_8B = "--preset llama-3.1-8b --seq 8192 --global-batch 128 --micro-batch 1"
+COMMANDS = {
+    "params": Command("How many parameters has a model, by component, and why does a textbook formula differ?",
+                      "--preset llama-3.1-8b"),
+    "memory": Command("How much memory does a rank need, by kind, and with another recomputation, level of ZeRO or "
+                      "sequence length?", f"{LLAMA_8B} --gpus 8 --zero 3"),
+    "step": Command("How long does a step take, and on what? What is its utilisation, and how far off have such "
+                    "predictions been?", f"{LLAMA_8B} --gpus 8 --zero 3 --recompute selective"),
+    "overlap": Command("Does the communication of each technique hide under compute, and from what batch, length or "
+                       "width on?", f"{LLAMA_8B} --gpus 64 --tp 4 --pp 2"),
+    "search": Command("Which grid is the best for a model, a batch and a number of GPUs?",
+                      "--preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192"),
+    "scaling": Command("How many days and dollars does a training take, and which size and batch do scaling laws "
+                       "advise?", f"{LLAMA_8B} --gpus 64 --train-tokens 1e12")}
+RENAMED = {"balance": "plan overlap", "check": "tests.published check", "fit": "tests.published fit"}
+USAGE = f"python -m plan {'|'.join(COMMANDS)} [flags of train.py] [flags of plan]"
 
 
 @dataclass
 class Flags:
     gpus: int = setting(0, "GPUs; 0: as many as the grid's flags multiply to")
-    machine: str = setting("h100", "a built-in one, a file of bench/probe.py, or cpu: this host")
+    machine: str = setting("h100", f"{', '.join(MACHINES)}; a file of bench/probe.py; cpu: this host; or any name, "
+                                   "with the two flags below")
+    peak_tflops: float = setting(0.0, "of one GPU: dense, in bf16, with fp32 accumulation; 0: the machine's")
+    memory_gb: float = setting(0.0, "of one GPU; 0: the machine's")
     train_tokens: float = setting(0.0, "scaling: tokens; 0: 20 per active parameter")
     price: float = setting(2.5, "scaling: dollars per GPU-hour")
+
+
+def print_help(command: str) -> None:
+    """command: "" for all commands."""
+    print(f"usage: {USAGE.replace('|'.join(COMMANDS), command) if command else USAGE}\n")
+    for name, one in COMMANDS.items():
+        if command in ("", name):
+            print(f"{name:8s} {one.answers}\n         python -m plan {name} {one.example}")
+    print("\nflags of train.py: see python train.py --help\nflags of plan:")
+    parser = config.make_parser({"": Flags}, "")
+    print(*parser.format_help().split("\n\n")[-1].splitlines()[1:], sep="\n")
 
 
 def world_of(flags: list[str]) -> int:
@@ -263,14 +319,21 @@ def world_of(flags: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> None:
+    named = next((word for word in arguments if word in COMMANDS), "")
+    if {"-h", "--help"} & set(arguments):
+        return print_help(named)
     asked, rest = config.read_known(Flags, config.expand(arguments), USAGE)
-    need(rest != [], f"usage: {USAGE}")
+    need(rest != [], f"usage: {USAGE}; --help explains")
+    need(rest[0] not in RENAMED, f"{rest[0]}: use its new name, python -m {RENAMED.get(rest[0])}")
     need(rest[0] in COMMANDS, f"{rest[0]}: use one of {', '.join(COMMANDS)}")
     command = rest.pop(0)
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
+    for name in ("peak_tflops", "memory_gb"):
+        need(getattr(asked, name) >= 0, f"{config.flag(name)} {getattr(asked, name)}: must be above 0")
     gpus = asked.gpus or world_of(rest)
-    machine = search.this_machine(gpus) if asked.machine == "cpu" else read_machine(asked.machine)
+    machine = (search.this_machine(gpus) if asked.machine == "cpu"
+               else read_machine(asked.machine, asked.peak_tflops, asked.memory_gb))
     searching = command == "search"
     settings = parse([*rest, "--grid", "auto"] if searching else rest, gpus)
     need(searching or settings.grid.grid == "given", f"--grid auto: {command} is of a grid that is given; search finds "
@@ -279,13 +342,15 @@ def main(arguments: list[str]) -> None:
     need(settings.precision.offload == "none" or command in ("params", "memory") or knows_host,
          f"--offload {settings.precision.offload}: {asked.machine} has no host_link_bytes_per_s and "
          "host_memory_bytes_per_s, which bench/probe.py measures")
-    run = Run(in_16_bits(settings), machine)
+    run = Run(with_dtype(settings, machine), machine)
+    if command != "params":
+        print_asked(run, gpus, config.read(rest))
     if command == "search":
         return print_search(run, gpus, search.given_by_flags(rest))
     if command == "scaling":
         rate = predict(run).tokens_per_s_per_gpu * gpus
         return scaling.print_scaling(settings, machine.name, gpus, rate, asked.train_tokens, asked.price)
-    dict(params=print_params, memory=print_memory, step=print_step, balance=print_balance)[command](run)
+    dict(params=print_params, memory=print_memory, step=print_step, overlap=print_overlap)[command](run)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@
     torchrun --nproc_per_node=8 train.py --grid auto --tp 2                  the best one with --tp 2, for this machine
 
 The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
-recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. All are
-ranked by a lower bound (time.bound_seconds), the best are then simulated. Settings given by flags stay fixed.
+recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. Whether a
+run fits is a probability, so the rank is the step time divided by it: what fits with probability 0.8 has to be 1.25
+times as fast as what surely fits. All are ranked by a lower bound of the time (time.bound_seconds), the best are then
+simulated. Settings given by flags stay fixed.
 """
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from plan.machines import MACHINES, Level, Machine, card_of
 from plan.time import Run, stage_parts
 from schedules import SCHEDULES
 
+SURE = 0.99  # what fits with this probability is not tried with more recomputation, which would only be slower
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
 
 
@@ -32,6 +35,11 @@ class Candidate(NamedTuple):
     seconds: float  # per step: simulated, or else a lower bound
     parts: dict[str, float]  # name -> its seconds of these
     memory: float  # bytes
+    fits: float  # the probability that it does
+
+    @property
+    def rank(self) -> float:
+        return self.seconds / self.fits
 
     def limit(self) -> str:
         """The name and share of what takes most time besides matrix products."""
@@ -107,13 +115,13 @@ def kind_of(error: ValueError) -> str:
 
 def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
            simulated: int = 40) -> tuple[list[Candidate], Counter]:
-    """(candidates that fit, fastest first; reason -> number of rejected settings). given: values of settings in CHOSEN
+    """(candidates that fit, the best first; reason -> number of rejected settings). given: values of settings in CHOSEN
     that stay fixed. simulated: how many of the best are simulated, not only bounded."""
     rejected, found, given = Counter(), [], given or {}
     usable = run.machine.memory_bytes * run.constants.usable
     for axes in grids(run.settings, gpus, given):
         levels = choices(given, "zero", (0, 1, 2, 3) if axes["dp"] * axes["cp"] > 1 else (0,))
-        fitting: set[tuple] = set()  # these fit with less recomputation; more of it would only be slower
+        fitting: set[tuple] = set()  # these surely fit with less recomputation
         for variant in variants(run, axes, given, rejected):
             key = variant.settings.batch.micro_batch, variant.settings.grid.schedule
             levels_left = [level for level in levels if (key, level) not in fitting]
@@ -126,17 +134,19 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
                 continue
             for level in levels_left:
                 candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=level))
-                needed = sum(time.needed_memory(candidate, saved).values()) + run.constants.reserved
+                own = sum(time.needed_memory(candidate, saved).values())
+                needed, fits = own + run.constants.reserved, time.probability_of_fit(candidate, own)
                 if needed > usable:
                     rejected["step 1: does not fit in memory"] += 1
                     continue
-                fitting.add((key, level))
+                if fits > SURE:
+                    fitting.add((key, level))
                 stages = stages or stage_parts(variant)
                 step = time.step_seconds(candidate, stages, simulated=False)
-                found.append(Candidate(candidate, step.seconds, step.parts, needed))
-    found.sort(key=lambda candidate: candidate.seconds)
+                found.append(Candidate(candidate, step.seconds, step.parts, needed, fits))
+    found.sort(key=lambda candidate: candidate.rank)
     best = [candidate._replace(**time.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
-    best.sort(key=lambda candidate: candidate.seconds)
+    best.sort(key=lambda candidate: candidate.rank)
     rejected["step 3: slower"] += max(0, len(found) - 10)
     return best + found[simulated:], rejected
 
@@ -151,7 +161,7 @@ def describe(settings: Config) -> str:
     return f"{axes} --zero {grid.zero} --micro-batch {batch.micro_batch}{schedule}{recompute}".strip()
 
 
-def fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
+def any_fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
     """Whether any grid fits with full recomputation and the highest ZeRO level: 3, or 1 in a pipeline."""
     usable = run.machine.memory_bytes * run.constants.usable
     for axes in grids(run.settings, gpus, given):
@@ -168,14 +178,14 @@ def nearest(run: Run, gpus: int, given: Mapping[str, Any] | None = None) -> str:
     """Advice on what would fit: how many GPUs for this model, and the largest preset for this many GPUs."""
     given, advice = given or {}, []
     for more in (2 * gpus, 4 * gpus, 8 * gpus, 16 * gpus, 64 * gpus, 256 * gpus):
-        if fits(run, more, {name: value for name, value in given.items() if name != "dp"}):
+        if any_fits(run, more, {name: value for name, value in given.items() if name != "dp"}):
             advice.append(f"use {more} ranks")
             break
     models = [config.parse(["--preset", name]).model for name in config.PRESETS]
     models.sort(key=lambda model: costs.parameters(model).total, reverse=True)
     size = costs.parameters(run.settings.model).total
     for model in (model for model in models if costs.parameters(model).total < size):
-        if fits(run._replace(settings=replace(run.settings, model=model)), gpus, given):
+        if any_fits(run._replace(settings=replace(run.settings, model=model)), gpus, given):
             advice.append(f"{'or' if advice else 'use'} --preset {model.preset}, the largest that fits")
             break
     return " ".join(advice) or "use more GPUs, a smaller --seq or a smaller model"
@@ -198,7 +208,7 @@ def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[
 
 
 def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
-    """(the settings with the fastest grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
+    """(the settings with the best grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
     run's grid nothing is kept, unless a flag gives it."""
     rest = dict(schedule="1f1b", dp_replicate=1, chunks=0)
     given = given_by_flags(settings.arguments, (*CHOSEN, *rest))
@@ -210,8 +220,9 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
     best, chosen = found[0], found[0].run.settings
     values = vars(chosen.grid) | vars(chosen.batch) | vars(chosen.precision)
     flags = [word for name in dict.fromkeys((*CHOSEN, *rest)) for word in (config.flag(name), str(values[name]))]
-    reason = (f"{describe(chosen)}: of {len(found)} settings that fit on {gpus} x {machine.name}, predicted to be the "
-              f"fastest: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, limit {best.limit()}")
+    reason = (f"{describe(chosen)}: of {len(found)} settings that fit on {gpus} x {machine.name}, the best by "
+              f"predicted step time and probability to fit: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, "
+              f"fits with probability {best.fits:.2f}, limit {best.limit()}")
     if len(found) > 1:
         reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
     return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.before_defaults), reason

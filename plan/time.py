@@ -161,6 +161,11 @@ class Run(NamedTuple):
         return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.dp
 
     @property
+    def fused(self) -> bool:
+        """Whether this project's kernels run, which need fewer temporaries than plain torch."""
+        return self.settings.precision.kernels == "auto" and self.machine.name != "cpu"
+
+    @property
     def last_stage(self) -> int:
         return self.settings.grid.pp * self.settings.grid.chunks - 1
 
@@ -473,7 +478,7 @@ def activations_of_rank(run: Run, rank: int) -> int:
 def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int]:
     """Bytes of a pipeline rank by kind. own: its activations, if they are known."""
     own = activations_of_rank(run, rank) if own is None else own
-    kinds = Counter(memory.memory_of_rank(run.settings, rank, 2, fused=True, activations=own,
+    kinds = Counter(memory.memory_of_rank(run.settings, rank, 2, fused=run.fused, activations=own,
                                           stages=run.code.stages(run.settings)))
     kinds.update(run.code.more_memory(run, rank, run.stages_of_rank(rank)))
     return dict(kinds)
@@ -543,7 +548,7 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
     settings = parse(to_flags(asked), gpus)
     need(settings.grid.grid == "given", "--grid auto: give a grid, such as python -m plan search finds")
-    return Run(in_16_bits(settings), machine, code)
+    return Run(with_dtype(settings, machine), machine, code)
 
 
 def parse(flags: list[str], gpus: int) -> Config:
@@ -569,10 +574,14 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def in_16_bits(settings: Config) -> Config:
-    """The settings with their dtype decided. Raises ValueError for a dtype whose times are not known."""
-    if settings.precision.dtype == "auto":
-        settings.precision.dtype = "bf16"
-    dtype = settings.precision.dtype
-    need(dtype in ("bf16", "fp16"), f"--dtype {dtype}: times are known in bf16 and fp16, use one of them, or auto")
+def with_dtype(settings: Config, machine: Machine) -> Config:
+    """The settings with their dtype decided. Raises ValueError for a dtype whose times are not known, or that the
+    machine does not have."""
+    precision = settings.precision
+    if precision.dtype == "auto":
+        precision.dtype = "bf16"
+    need(precision.dtype in ("bf16", "fp16"),
+         f"--dtype {precision.dtype}: times are known in bf16 and fp16, use one of them, or auto")
+    need(precision.fp8 == "none" or machine.has_fp8(),
+         f"--fp8 {precision.fp8}: {machine.name} has no FP8: use --fp8 none, or another --machine")
     return settings

@@ -182,8 +182,8 @@ def main(settings: config.Config, measured_step: Callable[..., DryRun]) -> None:
         print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks", None), flush=True)
         with fake_tensors():
             found = measured_step(settings, groups)
-        formula = memory_of_rank(settings, groups["pp"].rank)
-        print(report(found, groups, formula, time.perf_counter() - began))
+        formula, on_gpu = (memory_of_rank(settings, groups["pp"].rank, fused=fused) for fused in (False, True))
+        print(report(found, groups, formula, time.perf_counter() - began, on_gpu["temporaries"]))
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------
@@ -191,8 +191,9 @@ def main(settings: config.Config, measured_step: Callable[..., DryRun]) -> None:
 BARS = " ▁▂▃▄▅▆▇█"
 
 
-def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float) -> str:
-    """Memory, pipeline, FLOPs and communication as printed. formula: kind -> bytes by plan/memory.py, to compare."""
+def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: float, fused: int | None = None) -> str:
+    """Memory, pipeline, FLOPs and communication as printed. formula: kind -> bytes by plan/memory.py, to compare.
+    fused: bytes of temporaries where this project's kernels run, which a dry run does not."""
     coordinates = ", ".join(f"{axis} {group.rank} of {group.size}" for axis, group in groups.items()
                             if group.size > 1 and axis not in ("muon", "world"))
     lines = [f"dry run rank {groups['world'].rank} of {groups['world'].size:,} ({coordinates or 'alone'}), "
@@ -202,6 +203,9 @@ def report(found: DryRun, groups: Groups, formula: dict[str, int], seconds: floa
               f"{format_bytes(formula[kind]) if kind in formula else '':>12s}  "
               f"{'█' * round(40 * found.at_peak.get(kind, 0) / found.peak)}"
               for kind, most in found.peak_of_kind.items()]
+    if fused is not None:
+        lines += [f"    this is plain torch, as --kernels torch; with --kernels auto on a GPU temporaries are "
+                  f"{format_bytes(fused)} by formula, as in python -m plan memory"]
     lines += [f"plan    {len(found.peak_of_action)} actions (F forward, B backward, I and W its halves), each with its "
               f"peak (█ {format_bytes(found.peak)}):"]
     for first in range(0, len(found.peak_of_action), 100):
