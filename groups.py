@@ -9,6 +9,14 @@ of that axis; "dp" is of shard and cp, "data" also of replicate. An example, --p
     shard      0  0  1  1  0  0  1  1                    tp     {0, 1}  {2, 3}  {4, 5}  {6, 7}
     tp         0  1  0  1  0  1  0  1          rank 5 is in     {1, 5}, {5, 7} and {4, 5}
 
+Experts divide the same ranks in another way: within a replica, the shard x cp x tp ranks of a
+pipeline rank are edp x ep, and ep varies fastest. The ranks of an ep group hold each expert once.
+The ranks of an edp group hold the same experts. Every replica holds all experts, too.
+
+The data axis of a parameter is "dp" or, for an expert, "edp". ZeRO shards the parameter over its
+data axis. Its gradient is summed over its data axis and over "replicate", which has one rank
+unless --dp-replicate (hybrid sharding) asks for more.
+
 With NCCL each process group has a communicator with buffers, and a stream that executes its asynchronous work in order.
 So few are made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy
 at once (TRAFFIC): while gradients are reduced, backward goes on to communicate over cp, tp and ep.

@@ -287,7 +287,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, groups: Groups, balance: Balance):
         super().__init__()
-        # Axis "edp": ranks with the same experts, over which their gradients are summed. matrices: for muon.py.
+        # "edp": the data axis of experts, see groups.py. matrices: how many are stacked in a parameter, for muon.py.
         E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
         self.ep_group = groups.get("ep", ALONE)
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ

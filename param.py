@@ -80,7 +80,7 @@ class Spec:
     name: str  # global: the same on every grid
     shape: tuple[int, ...]  # of the global tensor
     along: dict[str, int | str] = field(default_factory=dict)
-    data_axis: str = "dp"  # dp x cp; of experts "edp", the ranks that have the same ones. Gradients are summed over it
+    data_axis: str = "dp"  # the axis that ZeRO shards it over; of experts "edp": see groups.py
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution that initial values are drawn from
     std: float = 0.0  # 0: all initial values are `mean`

@@ -51,13 +51,13 @@ def main(settings: config.Config) -> None:
 def train(run: job.Run) -> None:
     """The run of one rank.
 
-    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers. For experts the dp x cp x
-    tp ranks of a pipeline rank are edp x ep, ep innermost: each expert is whole on one of ep ranks, and replicated on
-    edp. `groups` has this rank's Group along each axis, also of size 1 (then its collectives are the identity):
+    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers. `groups`
+    has this rank's Group along each axis, also of size 1 (then its collectives are the identity).
+    groups.py defines all axes, also the axes of experts and of hybrid sharding. Two of them:
 
-        world, pp, cp, tp, edp, ep
         data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
-        dp      not --dp: the ranks over which ZeRO shards, all of "data", or with --dp-replicate (HSDP) one replica's
+        dp      not --dp: the ranks over which ZeRO shards. They include context parallel ranks, and
+                with --dp-replicate they are the ranks of one replica.
     """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
