@@ -96,6 +96,27 @@ def test_replicas_exchange_no_matrices():
     assert groups.members_of_axes(settings.grid, settings.model, 4)["muon"] == [[0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize("flags", ["--dp 8 --ep 4", "--dp 4 --tp 2 --ep 2 --zero 1 --dp-replicate 2",
+                                   "--cp 2 --dp 2 --pp 2 --ep 2", "--dp 8 --ep 2 --zero 1 --dp-replicate 4"])
+def test_an_expert_is_on_the_ranks_of_edp_in_each_replica(flags):
+    """And on no others of its pipeline rank; dense weights of a tensor parallel rank on those of dp in each replica."""
+    settings = grids.settings_of(f"{MIXTRAL} {flags}", 8)
+    members = groups.members_of_axes(settings.grid, settings.model, 8)
+
+    def place(axis: str, rank: int) -> int:
+        return next(ranks.index(rank) for ranks in members.get(axis, [[rank]]) if rank in ranks)
+
+    def group(axis: str, rank: int) -> list[int]:
+        return next(ranks for ranks in members[axis] if rank in ranks)
+
+    for rank in range(8):
+        for shard, data_axis in ("ep", "edp"), ("tp", "dp"):
+            reduced = [copy for same in group(data_axis, rank) for copy in group("replicate", same)]
+            there = [other for other in range(8) if place("pp", other) == place("pp", rank)
+                     and place(shard, other) == place(shard, rank)]
+            assert sorted(reduced) == there, (rank, data_axis)
+
+
 @pytest.mark.parametrize("flags, axes", [
     ("", [["muon", "world", "data", "dp"]]),
     ("--cp 4", [["cp"], ["muon", "world", "data", "dp"]]),  # keys and values are not to wait for gradients
