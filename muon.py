@@ -163,8 +163,10 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 
 def senders(pieces: list[Piece], owner: int) -> list[Piece]:
     """One piece of each box: the owner's own, if it has the box, else that of the nearest rank that has it."""
-    farthest_first = sorted(pieces, key=lambda piece: -abs(piece.rank - owner))
-    return list({str(piece.box): piece for piece in farthest_first}.values())  # str: slices cannot be hashed
+    nearest = {}
+    for piece in sorted(pieces, key=lambda piece: -abs(piece.rank - owner)):  # a nearer one replaces a farther one
+        nearest[tuple((side.start, side.stop) for side in piece.box)] = piece
+    return list(nearest.values())
 
 
 class Muon:
