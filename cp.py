@@ -5,11 +5,11 @@ Costs: in each layer keys and values are sent (with Ulysses, queries and results
        that a window or documents hide; in backward again. Gradients of weights are summed over dp x cp (zero.py).
 Stops helping when: sending keys and values takes longer than attention to them. Ulysses: c must divide the heads.
 
-    keys         0 1 2 3     A sequence is split into 2c chunks, of which rank i has i and 2c-1-i ("zig-zag"). The
-    queries 0  | 0           picture shows which of 2 ranks computes which scores of a causal mask: 2c+1 = 5 blocks
-            1  | 1 1         each. With contiguous shards rank 0 would compute 3 and rank 1 7 of them; of 4 ranks
-            2  | 1 1 1       (python cp.py draws these) the first 3 and the last 15.
-            3  | 0 0 0 0
+    chunk of keys        0 1 2 3     A sequence is split into 2c chunks. Rank i has chunks i and
+    chunk of queries 0 | 0           2c-1-i ("zig-zag"). The picture shows which of 2 ranks computes
+                     1 | 1 1         which block of scores, under a causal mask: 2c+1 = 5 blocks each.
+                     2 | 1 1 1       With contiguous shards rank 0 would compute 3 blocks and rank 1
+                     3 | 0 0 0 0     7; of 4 ranks, the first 3 and the last 15 (python cp.py).
 
 Attention to some of the keys gives o' and, per row, a logsumexp l' of scores. They are merged into o and l of other
 keys, without overflow, by o += sigmoid(l' - l) (o' - o) and l = logaddexp(l, l'). In backward the final o and l

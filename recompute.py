@@ -15,8 +15,10 @@ Stops helping when: the blocks' inputs themselves, the logits or the model state
 
 Full. A block runs with autograd off; in backward, just before its own, again with autograd on (`is_recomputing`):
 - The second run takes over the first one's decisions, such as a token's experts. Blocks must draw no random numbers.
-- With sequence parallelism it saves linear layers' gathered inputs, which weight gradients otherwise gather again.
-- It leaves out a feed-forward's last matmul and the exchange that combines experts' results: no backward reads them.
+- With sequence parallelism it keeps the gathered inputs of column parallel layers. Their weight
+  gradients otherwise gather them again, and still do in a split backward, which would queue them.
+- It leaves out a feed-forward's last matmul, and the exchanges that combine experts' results and
+  merge them over tensor parallel ranks. No backward reads these results.
 - Tensor parallel ranks without sequence parallelism have equal inputs: each saves 1/n.
 - Saved inputs outlive other activations and would fragment memory, so all are in one arena.
 
