@@ -38,8 +38,8 @@ Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embe
 
 class Bucket:
     """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32. param.py calls
-    such an object a sink: a backward adds a gradient to main_grad(param), then calls ready(param). zero.py's buckets
-    may be due after every micro-batch, and have a reduction of their own.
+    such an object a sink: a backward adds a gradient to main_grad(param), then calls ready(param). The buckets of
+    zero.py have a reduction of their own, which may start after every micro-batch.
     params: all with the same data axis, in the order of the buffer -> how many gradients each gets per micro-batch.
     """
 
@@ -83,6 +83,7 @@ class Bucket:
             self.start_reduction()
 
     def is_due(self) -> bool:
+        """Whether the reduction starts now."""
         return self.missing == 0
 
     def start_reduction(self) -> None:

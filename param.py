@@ -19,9 +19,11 @@ sink    The object that collects a parameter's gradient: its flat bucket. `sink.
             layer's backward ──► accumulate_grad(params, add)      ──► add(out), now or in backward_weight
                              ──► start_weight_grad(params, ...)  ──► the same, if tensors must be gathered first
 
-ready   `sink.ready(param)` is called once per backward pass that has accumulated its gradient of `param`, by a hook of
-        autograd's or, if a split backward has queued it, by backward_weight. The bucket counts the calls; the last of
-        the step (at ZeRO levels 2 and 3: of a micro-batch) starts its reduction.
+ready   A parameter is ready when a backward pass has accumulated its gradient: once per micro-batch
+        and pipeline stage. A hook of autograd's then calls `sink.ready(param)` or, if a split
+        backward has queued the gradient, backward_weight does. The bucket counts these calls. The
+        last one of the step starts its reduction; at ZeRO levels 2 and 3, the last one of each
+        micro-batch does.
 
 Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
@@ -325,9 +327,12 @@ def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None)
 @torch.no_grad()  # autograd is not running here: without this each gradient would build a graph that is never freed
 def backward_weight(key: Key) -> None:
     """The second half: the weight gradients that backward_input has queued. Each one's matmul hides the collective of
-    the next: at most two gathered tensors are alive. Parameters are ready when the last weight gradient of their bucket
-    has been added, as at ZeRO levels 2 and 3 its reduction must not start with some of a micro-batch's missing; it is
-    hidden under the weight gradients of other buckets."""
+    the next: at most two gathered tensors are alive.
+
+    It calls `ready` for the parameters of a bucket only after it has added the last weight gradient
+    of that bucket. At ZeRO levels 2 and 3 the calls start a reduction, which must not miss some of a
+    micro-batch's gradients. Weight gradients of other buckets hide it.
+    """
     work = _queue.pop(key)
     queued_params = dict.fromkeys(param for params, _ in work for param in params)  # each once, in this order
     last = {param.sink: number for number, (params, _) in enumerate(work) for param in params}  # by bucket

@@ -148,8 +148,9 @@ class ShardedBucket(Bucket):
                 self.grad_shard.copy_(part)
 
     def is_due(self) -> bool:
-        """At levels 2 and 3 after as many gradients as a micro-batch has. In a split backward they may be of several:
-        those of norms are computed before those of matrices. Each gradient is reduced once all the same."""
+        """Whether a reduction starts now. At levels 2 and 3 it does after as many gradients as a micro-batch has. In a
+        split backward these may come from several micro-batches, because gradients of norms are computed before
+        gradients of matrices. Each gradient is still reduced once."""
         return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
 
     def start_reduction(self) -> None:
