@@ -22,6 +22,11 @@ W <= min(F, I). The bubble of zb-h2 is that between a rank's first F and last W,
     dualpipev       not fixed                -      (p-1)F/2, if F = I = W     p + 1/2
     dualpipe        not fixed                -      (p-2)F/2, if F = I = W     p + 1
 
+Each action here is separate, and its result is sent at once. DualPipe's repository runs a forward
+and the backward after it as one action, whose two results are sent at its end. The action takes the
+time F&B, and the bubble is (p/2-1)(F&B + B - 3W). Without overlap, F&B = F + B, this is (p-2)F if
+F = I = W: twice the bubble here.
+
 To add a schedule, write a function that returns the order of one rank, and add it to SCHEDULES. `make_plan` refuses an
 order that lacks an action, and says which. Nothing here needs torch.
 
