@@ -23,7 +23,19 @@ from plan import costs
 from plan.memory import backwards_in_memory
 from run import timeline
 from run.meter import Meter
-from schedules import SCHEDULES, Action, Costs, Span, Transfer, activations_held, bubble, lower, make_plan, simulate
+from schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Span,
+    Transfer,
+    activations_held,
+    bubble,
+    lower,
+    make_plan,
+    required_results,
+    simulate,
+)
 from test_dryrun import measured_on
 from tp import MATMUL, Column, Row, TensorParallel
 
@@ -114,6 +126,40 @@ def test_bubbles_are_those_of_the_formulas():
             spans = simulate(make_plan("zb-h2", p, m), Costs(F, I, W))
             longest = max(rank[-1].stop - rank[0].start for rank in spans)  # from a rank's own first F to its last W
             assert longest == pytest.approx(m * (F + B) + (p - 1) * (F + I - 2 * W))
+
+
+def bubble_of_pairs(p: int, m: int, pair: float) -> float:
+    """The bubble of DualPipe, F = I = W = 1, if a forward and the backward after it are one action that takes `pair`,
+    and both results are there at its end, as in DualPipe's repository."""
+    plan, seconds = make_plan("dualpipe", p, m), dict(F=1, B=2, I=1, W=1)
+    waiting = [[] for _ in range(p)]
+    for r, actions in enumerate(plan.ranks):
+        for action in actions:
+            if action.op == "B" and waiting[r][-1][-1].op == "F":
+                waiting[r][-1].append(action)
+            else:
+                waiting[r].append([action])
+    there, ends, busy = {}, [0.0] * p, [0.0] * p  # result -> when it is there
+    while any(waiting):
+        for r in range(p):
+            while waiting[r] and (needs := set().union(*(
+                    required_results(action, plan.stages) for action in waiting[r][0]))) <= there.keys():
+                block = waiting[r].pop(0)
+                took = pair if len(block) == 2 else seconds[block[0].op]
+                ends[r] = max([ends[r], *map(there.get, needs)]) + took
+                busy[r] += took
+                there |= {action.result: ends[r] for action in block}
+    return max(ends) - min(busy)
+
+
+@pytest.mark.parametrize("p", [4, 6, 8, 10])
+@pytest.mark.parametrize("pair", [3.0, 2.5])  # without overlap, F + B, and with
+def test_dualpipes_repository_counts_a_forward_and_a_backward_as_one_action(p, pair):
+    """Its README: (PP/2-1)(F&B+B-3W); so 2, 4 and 6 of 4, 6 and 8 ranks without overlap, where separate actions idle
+    for half of that."""
+    for m in (2 * p, 4 * p):
+        assert bubble_of_pairs(p, m, pair) == pytest.approx((p / 2 - 1) * (pair + 2 - 3 * 1))
+        assert bubble(simulate(make_plan("dualpipe", p, m))) == pytest.approx(bubble_of_pairs(p, m, 3.0) / 2)
 
 
 def held_if_inputs_leave(part: float, actions: list[Action]) -> list[float]:
