@@ -138,6 +138,73 @@ def test_the_file_works_alone_and_ends_with_the_verdict(tmp_path, one, capsys):
         f"judge: {tmp_path / 'nowhere'}: has no record, which Record(folder) writes\n")
 
 
+SCRIPT = """
+import os, sys, warnings
+sys.modules["numpy"] = None  # importing it raises ImportError
+import torch, torch.distributed as dist
+import judge
+
+rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+try:
+    torch.ones(1).numpy()
+    sys.exit("numpy is there")
+except RuntimeError:
+    pass
+if ranks > 1:
+    dist.init_process_group("gloo", init_method=f"file://{os.path.abspath(folder)}.meet", rank=rank, world_size=ranks)
+torch.manual_seed(0)
+model, x = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)), torch.randn(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = x.chunk(ranks)[rank]
+loss = model(x).square().sum()
+loss.backward()
+if ranks > 1:
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+warnings.simplefilter("error")
+{lines}
+"""
+
+
+def test_the_three_lines_of_the_docstring_record_a_run_without_numpy_and_without_a_warning(tmp_path):
+    """Copied beside a trainer in torch, which then updates between the second line and the third. One line says where
+    the record is: "one/", and "grid/" on each of two ranks."""
+    first, second, third = re.findall(r"^    (record\b.*?) *#.*$", judge.__doc__, re.MULTILINE)
+    first = first.replace("record = judge.Record(\"one/\")", "record = judge.Record(folder)")
+    lines = "\n".join([first, second, "optimizer.step()", third])
+    (tmp_path / "judge.py").write_text(Path(judge.__file__).read_text())
+    (tmp_path / "trainer.py").write_text(SCRIPT.replace("{lines}", lines))
+    trainers = [subprocess.Popen([sys.executable, "trainer.py", str(rank), str(ranks), folder], cwd=tmp_path,
+                                 stderr=subprocess.PIPE, text=True)
+                for folder, ranks in (("one", 1), ("grid", 2)) for rank in range(ranks)]
+    for trainer in trainers:
+        _, error = trainer.communicate(timeout=300)
+        assert trainer.returncode == 0, error
+    truth, grid = Run(tmp_path / "one"), Run(tmp_path / "grid")
+    assert (truth.ranks, truth.steps, grid.ranks, grid.steps) == (1, 2, 2, 2)
+    found = judge.Judge(truth, grid).findings()
+    assert [(f.kind, f.name) for f in found] == [("loss", "")]  # of each half of the batch
+    weights = load_file(tmp_path / "grid" / "rank0.step0.safetensors")  # the package reads what the judge writes
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+    assert {key: x.shape for key, x in weights.items()} == {
+        str(2 * i + j): param.shape for i, param in enumerate(model.parameters()) for j in range(2)}
+    assert all(torch.equal(weights[str(2 * i)], param) for i, param in enumerate(model.parameters()))
+    assert load_file(tmp_path / "grid" / "rank1.step0.safetensors") == {}
+
+
+def test_tensors_of_all_dtypes_are_saved_as_safetensors_reads_them(tmp_path):
+    tensors = {name: torch.randn(shape).to(getattr(torch, dtype)) for name, dtype, shape in (
+        ("a", "float16", (3,)), ("b", "float64", (2, 3)), ("c", "bfloat16", (5, 1)), ("d", "float32", ()),
+        ("e", "float16", (0, 4)), ("f", "float64", (1,)))}
+    assert {str(x.dtype)[6:] for x in tensors.values()} == set(judge.TOLERANCE)
+    judge.save(tensors, tmp_path / "file")
+    loaded = load_file(tmp_path / "file")
+    assert loaded.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert loaded[name].dtype == x.dtype and torch.equal(loaded[name], x)
+
+
 def test_a_record_is_not_written_twice_nor_compared_with_another_length(tmp_path):
     longer = Record(str(tmp_path / "b"))
     for _ in range(2):
@@ -180,8 +247,8 @@ def test_more_than_ten_ranks_are_read_in_their_order(tmp_path, monkeypatch):
     one = recorded(tmp_path / "one", piece(*WHOLE))
     for rank in range(12):
         monkeypatch.setattr(judge, "dist", SimpleNamespace(
-            is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 12,
-            all_gather_object=lambda everyone, mine: None))
+            is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 12))
+        monkeypatch.setattr(judge, "gather_lines", lambda mine: [[]] * 12)
         grid = Record(str(tmp_path / "grid"))
         grid.step(model=[piece(*WHOLE, times=1 + (rank >= 10))] if rank >= 2 else [])
     (found,) = judge.Judge(one, Run(tmp_path / "grid")).findings()
