@@ -336,13 +336,21 @@ class MultiTokenPrediction(Block):
 # ---- demo: python model.py ------------------------------------------------------------------------------------------
 
 def demo() -> None:
+    from types import SimpleNamespace
+
+    from collectives import Group
     from param import draw
-    model = Llama(settings := Model(head_dim=32), {})
-    print(f"The tiny Llama, {sum(p.numel() for p in model.parameters()):,} parameters; tp: the sharded dimension\n")
-    for name, unit in {"embedding": model.embedding, "each block": model.blocks["0"], "head": model.head}.items():
-        print(f"    {name}, {sum(p.numel() for p in unit.parameters()):,} parameters")
+    settings = Model(head_dim=32)
+    two_ranks = SimpleNamespace(size=lambda: 2, rank=lambda: 0)  # in place of torch's group: nothing is sent
+    model, sharded = Llama(settings, {}), Llama(settings, {"tp": Group("tp", two_ranks)})
+    print(f"The tiny Llama, {sum(p.numel() for p in model.parameters()):,} parameters, on 2 tensor parallel ranks\n"
+          "tp: the dimension that is sharded; partial: whole on each rank, and its gradients are summed over ranks,\n"
+          "since between layers each rank has other tokens (sequence parallelism)\n")
+    for name, unit in {"embedding": sharded.embedding, "each block": sharded.blocks["0"], "head": sharded.head}.items():
+        print(f"    {name}, {sum(math.prod(p.spec.shape) for p in unit.parameters()):,} parameters")
         for p in unit.parameters():
-            print(f"        {p.spec.name:28s}{str(p.spec.shape):14s} tp: {p.spec.along.get('tp', '-')}")
+            print(f"        {p.spec.name:28s}{str(p.spec.shape):14s} tp: {str(p.spec.along['tp']):9s}"
+                  f"rank 0 has {tuple(p.shape)}")
     for p in model.parameters():
         p.data = draw(0)(p.spec, p.box)
     tokens = torch.randint(settings.vocab, (2, 65), generator=torch.Generator().manual_seed(0))
