@@ -2,9 +2,14 @@
 import contextlib
 import importlib
 import io
+import re
 
 import grids
 import pytest
+
+import config
+import train
+from groups import build_groups
 
 LINEAR, INPUT = 2 * 256 * 128 * 128, 256 * 128 * 4  # recompute.py: FLOPs of a matmul, bytes of a layer's input
 P = 12 * 256**2  # zero.py: weights of 2 bytes, gradients of 4, optimizer state of 12
@@ -42,3 +47,20 @@ def test_a_demo_shows_what_its_file_claims(pool, file, ranks, shown):
     first, *others = pool.run(ranks, "test_demos:printed", file=file) if ranks > 1 else [printed(file)]
     assert all(words in first for words in shown), first
     assert file == "ep" or not any(others)
+
+
+def parameters_at_tp_2() -> dict[str, tuple[str, str, str]]:
+    """What train.py builds on this rank with its defaults: name -> (global shape, how tp shards it, local shape)."""
+    settings = config.parse("--tp 2 --device cpu --dtype fp32".split(), 2)
+    model = train.build_model(settings, build_groups(settings.grid, settings.model), "cpu")
+    return {p.spec.name: (str(p.spec.shape), str(p.spec.along["tp"]), str(tuple(p.shape))) for p in model.parameters()}
+
+
+def test_the_demo_of_the_model_shows_what_two_ranks_build(pool):
+    """One process says what two real ranks have. Norms see other tokens on each rank, so their gradients are terms."""
+    rows = re.findall(r"^ {8}(\S+) +(\(.*?\)) +tp: (\w+) +rank 0 has (\(.*\))$", printed("model"), re.MULTILINE)
+    built, _ = pool.run(2, "test_demos:parameters_at_tp_2")
+    assert {name: tuple(rest) for name, *rest in rows} == {
+        name: found for name, found in built.items() if re.match(r"(?!layers\.)|layers\.0\.", name)}
+    norms = [how for name, _, how, _ in rows if "norm" in name]
+    assert norms == ["partial"] * 3 and len(rows) == 12
