@@ -46,7 +46,8 @@ def check_device(settings: config.Config, device: torch.device) -> None:
     if precision.fp8 != "none" and device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if capability < (8, 9) or (precision.fp8_recipe().blocks and capability[0] != 9):
-            option = ", or --fp8 tensorwise" if capability >= (8, 9) else ""
+            others = [f"--fp8 {name}" for name, recipe in config.FP8_RECIPES.items() if not recipe.blocks]
+            option = ", or " + " or ".join(others) if capability >= (8, 9) and others else ""
             raise ValueError(f"--fp8 {precision.fp8}: cannot run on {name}: use a Hopper GPU, or --fp8 none{option}")
     if precision.attention == "triton" and device.type == "cpu":
         need(os.environ.get("TRITON_INTERPRET") == "1", "--attention triton needs a GPU, or TRITON_INTERPRET=1 "
