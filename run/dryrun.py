@@ -179,7 +179,7 @@ def main(settings: config.Config, measured_step: Callable[..., DryRun]) -> None:
         start.refuse(error)
     with fake_world(ranks, me):
         groups = build_groups(settings.grid, settings.model)
-        print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks", None), flush=True)
+        print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks"), flush=True)
         with fake_tensors():
             found = measured_step(settings, groups)
         formula, on_gpu = (memory_of_rank(settings, groups["pp"].rank, fused=fused) for fused in (False, True))

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 import config
-from collectives import ALONE, Groups
+from collectives import ALONE, Groups, all_reduce
 from groups import AXES
 from param import DTYPES, Spec, is_first_replica
 from plan import costs, machines
@@ -45,11 +45,18 @@ class Log:
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, model, samples) -> None:
+        """Print the first lines; and warn if a layer was changed, but not what plan/ knows of it."""
+        built = count_parameters(model, self.groups, self.device)
+        counted = costs.parameters(self.settings.model).total
         if self.is_first_rank:
             ranks = f"{self.ranks} ranks, {dist.get_backend()}" if self.groups["world"].size > 1 else "one process"
             device = f"{self.device.type} ({device_reason}), {ranks}"
             fused = uses_kernels(self.settings, self.device)
-            print(first_lines(self.settings, self.groups, device, model, samples, fused), flush=True)
+            print(first_lines(self.settings, self.groups, device, built, samples, fused), flush=True)
+            if built != counted:
+                say(f"warning: the model has {built:,} parameters, and plan/costs.py counts {counted:,}: memory, times "
+                    "and MFU are predicted for the model that it counts, until you change parameters, layer_elements, "
+                    "layer_matrices and llama_layer there")
 
     def begin(self, step: int) -> None:
         """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""
@@ -144,9 +151,21 @@ def is_whole(line: bytes) -> bool:
         return False
 
 
-def first_lines(settings: config.Config, groups: Groups, device: str, built, samples=None, fused: bool = False) -> str:
+def count_parameters(model, groups: Groups, device: torch.device) -> int:
+    """Return how many parameters a model.Llama has on all ranks together. Every rank calls it."""
+    specs = {param.spec.name: param.spec for param in model.parameters()}  # with the shapes of whole tensors
+    if groups["tie"].rank > 0:  # the first stage counts what it shares with the last
+        specs = {name: spec for name, spec in specs.items() if "tie" not in spec.along}
+    total = torch.tensor(sum(math.prod(spec.shape) for spec in specs.values()), device=device)
+    all_reduce(total, groups["pp"])
+    return int(total)
+
+
+def first_lines(settings: config.Config, groups: Groups, device: str, built: int | None = None, samples=None,
+                fused: bool = False) -> str:
     """The lines that describe a run: device, in words; grid, batch, model and, if there are run.data.Samples, data.
-    built: the model.Llama of this rank. fused: whether memory is that of fused kernels, as on GPUs."""
+    built: how many parameters the model has; None: as many as plan/costs.py counts. fused: whether memory is that of
+    fused kernels, as on GPUs."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
     total = costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""
@@ -163,7 +182,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built, sam
     lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
         f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
-        f"model   {model.preset}: {total.total:,} parameters{active}; "
+        f"model   {model.preset}: {built or total.total:,} parameters{active}; "
         f"rank {groups.get('world', ALONE).rank} needs about {format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
         lines.append(
