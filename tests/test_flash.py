@@ -9,7 +9,7 @@ from cp import choose_attention
 from flash import Tiles, flash_attention, flash_backward, flash_forward
 from operations import CAUSAL, Mask, attention_math, attention_sdpa
 from plan import costs
-from test_cp import by_pieces
+from test_cp import BLOCK_STYLES, by_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf
 
@@ -177,7 +177,7 @@ def test_backward_loads_no_tile_that_nobody_sees(small_tiles, query, window, key
 
 
 @pytest.mark.parametrize("kind, window", [("one", 0), ("packed", 14)])
-@pytest.mark.parametrize("style", ["ring", "allgather"])
+@pytest.mark.parametrize("style", BLOCK_STYLES)
 def test_attention_by_blocks(small_tiles, style, kind, window):
     """As in context parallelism: the blocks of all ranks, one after the other, merged by logsumexp."""
     c, S, (q, k, v) = 2, 36, heads(36, 36, B=1)

@@ -223,7 +223,7 @@ def test_a_layer_is_the_recipe_s_formula(name, layer, rows):
         y.backward(dy)
     wanted = emulated(x.detach(), w.detach().view(-1, 384), dy, recipe, rows)
     assert all(map(close, (y, x.grad, w.grad.view(-1, 384)), wanted))
-    assert not any(fast) if rows else fast == [name == "tensorwise", False, False]
+    assert not any(fast) if rows else fast == [not recipe.blocks, False, False]
 
 
 # ---- layers on ranks ------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, seque
     for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence):
         assert all(equal), equal
         # FP8 gathers what 16 bits do. One number of each of x, of dY and of W is agreed upon.
-        agreed = 0 if name == "blockwise" else 6 * (2 * 4 * (n - 1) // n)
+        agreed = 0 if FP8_RECIPES[name].blocks else 6 * (2 * 4 * (n - 1) // n)
         assert sent["fp8"] == sent["plain"] + agreed
 
 
@@ -401,7 +401,7 @@ def test_a_parameter_has_the_bytes_of_the_table():
             everything = sum(p.numel() for p in model.parameters())
             multiplied = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
             held = (total - 2) * everything + 2 * multiplied
-            scales = 2 * 4 * multiplied // BLOCK ** 2 if name == "blockwise" else 4 * 4
+            scales = 2 * 4 * multiplied // BLOCK ** 2 if FP8_RECIPES[name].blocks else 4 * 4
             assert held + scales <= live < 1.01 * held + scales + 8 * window.numel()
 
 
@@ -460,8 +460,9 @@ def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():
 
 
 @pytest.mark.parametrize("by", [quantise, by_the_kernel], ids=["by torch", "by the kernel"])
-@pytest.mark.parametrize("name, T, N, K", [("tensorwise", 64, 48, 80), ("blockwise", 256, 512, 384),  # 4 and 3 blocks
-                                           ("blockwise", 1, 512, 384)])  # an expert's only row
+@pytest.mark.parametrize("name, T, N, K", [
+    (name, *shape) for name, recipe in FP8_RECIPES.items()
+    for shape in ([(256, 512, 384), (1, 512, 384)] if recipe.blocks else [(64, 48, 80)])])  # 1: an expert's only row
 def test_torch_s_scaled_mm_takes_our_operands(monkeypatch, name, T, N, K, by):
     """As far as torch checks a call without a GPU: shapes, strides and kinds of scales, padded or not, of all three
     products, and of experts'. The kernel writes scales where cuBLAS reads them from, so no product lays them out."""
@@ -552,10 +553,13 @@ def test_extents_that_fp8_matmuls_do_not_take_are_refused(flags, line):
         config.parse(flags.split(), 2)
 
 
+ONE_SCALE = [name for name, recipe in FP8_RECIPES.items() if not recipe.blocks]
+
+
 @pytest.mark.parametrize("capability, fits", [
-    ((8, 0), []), ((8, 9), ["tensorwise"]), ((9, 0), [*FP8_RECIPES]), ((10, 0), ["tensorwise"])])
+    ((8, 0), []), ((8, 9), ONE_SCALE), ((9, 0), [*FP8_RECIPES]), ((10, 0), ONE_SCALE)])
 def test_gpus_without_it_are_refused(monkeypatch, capability, fits):
-    gpu, other = torch.device("cuda"), ", or --fp8 tensorwise" if fits else ""
+    gpu, other = torch.device("cuda"), ", or " + " or ".join(f"--fp8 {name}" for name in fits) if fits else ""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device.check_device(config.parse([]), gpu)
@@ -654,8 +658,8 @@ def test_fp8_trains_like_bf16():
     last = {key: sum(run[-200:]) / 200 for key, run in (losses | runs).items()}
     print({key: f"{last[key] / last['bf16', key[1]] - 1:+.3%}" for key in RUNS[:-1]})
     assert losses["bf16"][0] > 5 and last["bf16"] < 2  # it learned
-    for name, limit in ("blockwise", 0.0025), ("tensorwise", 0.005):
-        assert last[name] / last["bf16"] - 1 < limit, name
+    for name, recipe in FP8_RECIPES.items():
+        assert last[name] / last["bf16"] - 1 < (0.0025 if recipe.blocks else 0.005), name
         for start in range(len(losses[name]) - 100):
             window = slice(start, start + 100)
             assert sum(losses[name][window]) < 1.02 * sum(losses["bf16"][window]), f"a spike at step {start}"

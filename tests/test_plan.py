@@ -90,6 +90,19 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
             for param in block.parameters() if param.ndim > 1 and not param.spec.name.endswith(in_16_bits))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", config.OPTIMIZERS)
+def test_the_optimizers_memory_is_that_of_its_buckets_state(optimizer, dtype):
+    """Of every optimizer that config.py declares; fp32 weights are their own master weights."""
+    settings = config.parse(f"{grids.TINY} --dtype {dtype} --optimizer {optimizer} --data {__file__}".split())
+    *_, built = grids.build(settings)
+    states = {id(tensor): tensor.nbytes for bucket in built.buckets for tensor in bucket.state.values()}
+    weights = {id(bucket.weights) for bucket in built.buckets} | {id(bucket.weight_shard) for bucket in built.buckets}
+    there = sum(nbytes for tensor, nbytes in states.items() if tensor not in weights)
+    element = 2 if dtype == "bf16" else 4
+    assert plan.memory.memory_of_rank(settings, 0, element)["optimizer"] == there
+
+
 def test_layers_of_one_kind_are_alike_and_no_others():
     flags = "--preset deepseek-v3 --mtp --window 9 --window-every 3 --dtype bf16 --fp8 tensorwise --no-fp8-ends"
     settings = config.parse(flags.split())
@@ -218,7 +231,7 @@ def test_utilisation_is_flops_over_time_and_peak():
     assert found.hfu == found.mfu > found.mfu_causal
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "afab", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev"])
+@pytest.mark.parametrize("schedule", [name for name, schedule in schedules.SCHEDULES.items() if schedule.runs])
 def test_few_micro_batches_show_what_many_need(schedule, monkeypatch):
     """Memory and time of a plan that is cut short, beside those of all of it; also where p does not divide them, and
     where chunks take turns in groups. Of few micro-batches all are simulated, hops included."""
@@ -372,10 +385,11 @@ def test_other_codes_hold_more():
         assert unfused["activations"] == pytest.approx(1.4 * body + logits * rank)
 
 
-@pytest.mark.parametrize("recipe, nbytes", [("tensorwise", 2 + 2 + 1 + 1), ("blockwise", 2 + 1 + 1)])
-def test_fp8_operands_are_read_and_written(recipe, nbytes):
+@pytest.mark.parametrize("recipe", config.FP8_RECIPES)
+def test_fp8_operands_are_read_and_written(recipe):
     """Per element: reads for the largest, where a tensor has one scale, and for the copies; two copies are written. An
     input's are written at two times, by the matmuls that need them."""
+    nbytes = 2 + 1 + 1 if config.FP8_RECIPES[recipe].blocks else 2 + 2 + 1 + 1
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
     inputs, gradients = costs.fp8_operands(run.settings, 0)
     moved = inputs * 2 * (nbytes - 1) + gradients * nbytes

@@ -4,6 +4,7 @@ import time
 import weakref
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from rendezvous import check_rendezvous, replay, stream_of_link
 from torch.distributed.pipelining import schedules as torchs
 
 import collectives
+import config
 import pp
 from param import Spec, backward_weight, parameter
 from plan import costs
@@ -27,6 +29,7 @@ from schedules import (
     SCHEDULES,
     Action,
     Costs,
+    Schedule,
     Span,
     Transfer,
     activations_held,
@@ -56,18 +59,22 @@ def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
     seen = 0
     for p, m in VALID:
         choices = [(0, 0)]
-        if schedule in ("interleaved", "zb1p"):
+        if SCHEDULES[schedule].grouped:
             groups = {min(p, m), min(m, p + 1), min(2 * p, m), m} if p <= 4 and m <= 12 else ()
             choices = [(1, 0), (2, 0), (3, m), *((2, n) for n in groups)]
-        for plan in filter(None, (possible(schedule, p, m, *choice) for choice in choices)):
-            order = defaultdict(str)
+        for v, n in choices:
+            plan, order = possible(schedule, p, m, v, n), defaultdict(str)
+            if plan is None:
+                continue
             for r, actions in enumerate(plan.ranks):
                 for op, stage, k in actions:
                     order[stage, k] += op
-                    owner = min(stage, 2 * p - 1 - stage) if schedule in ("zb-v", "dualpipev") else stage % p
+                    turn, place = divmod(stage, p)
+                    comes_back = SCHEDULES[schedule].v_shaped and turn % 2 == 1
                     if schedule == "dualpipe" and k >= m // 2:  # from the other end
-                        owner = p - 1 - stage
-                    assert plan.owner[stage, k] == r == owner
+                        comes_back = True
+                    assert plan.owner[stage, k] == r == (p - 1 - place if comes_back else place)
+            assert plan.stages == p * (1 if schedule == "dualpipe" else v or SCHEDULES[schedule].chunks)
             assert order.keys() == {(stage, k) for stage in range(plan.stages) for k in range(m)}
             assert set(order.values()) <= {"FB", "FIW"}
             lists = lower(plan)
@@ -90,9 +97,12 @@ def test_a_plan_that_cannot_end_is_found():
         lower(ended)
 
 
+ANY = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.grouped)
+
+
 @pytest.mark.parametrize("wrong, says", [
     (("1f1c", 2, 4), "unknown, use one of afab"),
-    (("1f1b", 2, 4, 2), "2 model chunks per rank: schedule 1f1b has 1, interleaved and zb1p any$"),
+    (("1f1b", 2, 4, 2), f"2 model chunks per rank: schedule 1f1b has 1, {ANY} any$"),
     (("1f1b", 2, 4, 0, -1), "groups of -1: must be above 0"), (("1f1b", 2, 0), "0 micro-batches, .* above 0"),
     (("zb-v", 2, 4, 3), "schedule zb-v has 2"), (("interleaved", 4, 9, 3, 4), "the last one, too"),
     (("interleaved", 4, 8, 2, 3), "must hold at least 4"), (("dualpipev", 4, 7), "needs at least 8 on 4 ranks"),
@@ -100,6 +110,49 @@ def test_a_plan_that_cannot_end_is_found():
 def test_what_would_not_work_is_refused_with_what_would(wrong, says):
     with pytest.raises(ValueError, match=says):
         make_plan(*wrong)
+
+
+def without(op: str, stage: int):
+    """The order of 1f1b without this action of the last micro-batch."""
+    def order(r, p, m, v, n):
+        return [action for action in SCHEDULES["1f1b"].order(r, p, m, v, n) if action != Action(op, stage, m - 1)]
+    return order
+
+
+def twice(r, p, m, v, n):
+    return [action for action in SCHEDULES["1f1b"].order(r, p, m, v, n) for _ in range(1 + (action.op == "B"))]
+
+
+def on_one_rank(r, p, m, v, n):
+    return [Action(op, stage, k) for k in range(m) for op, stages in (("F", range(p)), ("B", reversed(range(p))))
+            for stage in stages if r == 0]
+
+
+@pytest.mark.parametrize("schedule, says", [
+    (Schedule(without("B", 0)), "stage 0 and micro-batch 3 have F on rank 0, and need F B or F I W"),
+    (Schedule(without("B", 1)), "stage 1 and micro-batch 3 have F on rank 1, and need F B or F I W"),
+    (Schedule(without("F", 1)), "no rank has F1.3, the forward of stage 1 and micro-batch 3"),
+    (Schedule(lambda r, p, m, v, n: [action._replace(op="I") if action.op == "B" else action for action in
+                                     SCHEDULES["1f1b"].order(r, p, m, v, n)]),
+     "stage 0 and micro-batch 0 have F I on rank 0, and need F B or F I W"),
+    (Schedule(twice), "stage 0 and micro-batch 0 have F B B on rank 0, and need F B or F I W"),
+    (SCHEDULES["zb-v"]._replace(v_shaped=False), "stage 3 is on rank 0: 2 stages per rank go round 2 ranks, 0, 1, 2 ."),
+    (SCHEDULES["interleaved"]._replace(v_shaped=True), "stage 2 is on rank 0: 2 stages per rank go round 2 ranks"),
+    (SCHEDULES["zb-v"]._replace(chunks=3), "no rank has F4.0, the forward of stage 4 and micro-batch 0"),
+    (Schedule(on_one_rank), "stage 1 is on rank 0: 1 stages per rank go round 2 ranks")])
+def test_a_schedule_of_ones_own_that_is_wrong_is_one_line(schedule, says, monkeypatch):
+    """By the picture and by train.py, before anything runs. With a transfer missing, ranks would wait for ever; without
+    a backward, gradients would be wrong."""
+    monkeypatch.setitem(SCHEDULES, "mine", schedule)
+    for section in timeline.Flags, config.Grid:  # whose choices were made of the table when it was without it
+        field = next(field for field in fields(section) if field.name == "schedule")
+        monkeypatch.setattr(field, "metadata", dict(field.metadata, choices=("mine",)))
+    line = re.escape(f"schedule mine: {says}") + "[^\n]*$"
+    with pytest.raises(ValueError, match=f"^{line}"):
+        timeline.main("--schedule mine --pp 2 --micro-batches 4".split())
+    flags = "--schedule mine --pp 2 --micro-batch 1 --global-batch 4"
+    with pytest.raises(ValueError, match=f"^{flags}: {line}"):
+        config.parse(f"{flags} --layers 6".split(), 2)
 
 
 # ---- time and memory ------------------------------------------------------------------------------------------------
@@ -323,7 +376,7 @@ def test_a_wrong_request_is_one_line(flags, says):
 
 def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_all(capsys, monkeypatch):
     """A rank of a schedule with two model chunks per rank has two stages of half the layers. A long step is smaller."""
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "2000")  # enough for any schedule
     timeline.main([])
     lines = capsys.readouterr().out.splitlines()
     ends = {line.split(":")[0]: float(line.split()[1]) for line in lines if "units of time" in line}
@@ -331,6 +384,7 @@ def test_all_schedules_are_drawn_to_one_scale_and_a_rank_takes_equally_long_in_a
     assert ends["1f1b"] == 33 and ends["interleaved"] == 28.5 and ends["zb-v"] == 25.5
     widths = [max(map(len, lines[i - 4:i])) for i, line in enumerate(lines) if "units of time" in line]
     assert all(abs((width - 8) / end - 3) < 0.15 for width, end in zip(widths, ends.values()))
+    monkeypatch.setenv("COLUMNS", "120")
     timeline.main("--costs 1000,1,1 --pp 2 --schedule 1f1b".split())
     assert all(len(line) <= 120 for line in capsys.readouterr().out.splitlines()[1:])
 
@@ -379,9 +433,10 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("schedule", EXECUTED)
 def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
     """But for what is sent and received, a few narrow tensors; after the step nothing is left."""
-    stages = make_plan(schedule, 4, 8).stages // 4
-    in_transit = stages * 2 * 8 * T * H * 8  # of each micro-batch one received and one sent
-    for seen in pool.run(4, "test_pp:live_bytes", schedule=schedule, m=8):
+    m = max(8, 4 * SCHEDULES[schedule].least)
+    stages = make_plan(schedule, 4, m).stages // 4
+    in_transit = stages * 2 * m * T * H * 8  # of each micro-batch one received and one sent
+    for seen in pool.run(4, "test_pp:live_bytes", schedule=schedule, m=m):
         for counted, planned in seen:
             assert abs(counted - planned) <= in_transit < 0.2 * T * (H + F) * 8
         assert seen[-1] == (0, 0.0)

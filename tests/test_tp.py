@@ -272,7 +272,7 @@ def test_every_hop_of_the_ring_hides_under_the_matmul_of_a_shard(pool, n):
 def test_fp8_hides_the_same_exchanges(pool, recipe):
     """With one scale per tensor, ranks agree on those of X and dY before exchanges begin, and not again while one is
     hidden, behind which they would wait."""
-    agree = "agree " if recipe == "tensorwise" else ""
+    agree = "" if FP8_RECIPES[recipe].blocks else "agree "
     for found in pool.run(2, "test_tp:order_of_layers", kind=recipe):
         assert found == [
             f"gather… …done {agree}matmul {agree}matmul scatter… …done",

@@ -12,11 +12,13 @@ from sharding import Unit
 from torch import nn
 from watch import in_order, waits
 
+import config
 import zero
 from collectives import ALONE
 from param import Spec, stacked_view
 from run import dryrun
 from test_grids import compare, model_flags, truth
+from update import UPDATE_RULES
 from zero import Optimizer
 
 
@@ -38,6 +40,32 @@ def step(params: list[nn.Parameter], optimizer: Optimizer, grads: list[torch.Ten
     sum((p * grad.to(p.dtype)).sum() for p, grad in zip(params, grads)).backward()
     optimizer.finish_step()
     return optimizer.step(lr)
+
+
+def test_every_optimizer_has_an_update_rule():
+    assert UPDATE_RULES.keys() == config.OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_a_rule_updates_each_element_by_itself(rule):
+    """So shards are updated as the whole is. The rule gets what decays and what does not as tensors of their own."""
+    generator, common = torch.Generator().manual_seed(0), dict(rule=rule, clip=0.0, weight_decay=0.0)
+    (whole,), one = make(Spec("w", (6,)), **common)
+    parts, other = make(Spec("a", (2,)), Spec("b", (4,), decay=False), **common)
+    for _ in range(3):
+        grad = torch.randn(6, generator=generator)
+        step([whole], one, [grad])
+        step(parts, other, list(grad.split([2, 4])))
+    assert torch.equal(torch.cat([part.data for part in parts]), whole.data) and whole.ne(1).all()
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_without_gradients_weights_decay_and_nothing_else_happens(rule):
+    """Each step by lr x weight decay of themselves, and norms and biases not at all."""
+    params, optimizer = make(Spec("w", (3,)), Spec("norm", (3,), decay=False), rule=rule, weight_decay=0.5)
+    for _ in range(2):
+        step(params, optimizer, [torch.zeros(3), torch.zeros(3)], lr=0.1)
+    assert params[0].tolist() == pytest.approx([0.95 ** 2] * 3) and params[1].tolist() == [1.0] * 3
 
 
 def test_one_rank_has_nothing_to_shard():
@@ -112,7 +140,7 @@ def test_buckets_of_tensor_parallel_ranks_have_one_layout(flags):
     assert layouts[0] == layouts[1]
 
 
-@pytest.mark.parametrize("rule", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("rule", UPDATE_RULES)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_that_is_not_finite_changes_nothing(rule, bad, clip):
