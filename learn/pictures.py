@@ -159,7 +159,7 @@ def bubble() -> Figure:
             made = schedules.make_plan(name, 8, m)
             spans = schedules.simulate(made, schedules.Costs(*[8 / made.stages] * 3))
             shares.append(100 * schedules.bubble(spans) / max(rank[-1].stop for rank in spans))
-        axes.plot(counts, shares, marker="osv^D<>"[i], ms=4, lw=1.3, label="afab, 1f1b" if name == "1f1b" else name)
+        axes.plot(counts, shares, marker="osv^D<>"[i % 7], ms=4, lw=1.3, label="afab, 1f1b" if name == "1f1b" else name)
     axes.set(xlabel="micro-batches per step", ylabel="% of the step", xticks=range(16, 129, 16), ylim=0,
              title="The bubble on 8 pipeline ranks, if F, I and W take equally long")
     axes.legend(ncols=2)

@@ -54,9 +54,9 @@ class Log:
             fused = uses_kernels(self.settings, self.device)
             print(first_lines(self.settings, self.groups, device, built, samples, fused), flush=True)
             if built != counted:
-                say(f"warning: the model has {built:,} parameters, and plan/costs.py counts {counted:,}: memory, times "
-                    "and MFU are predicted for the model that it counts, until you change parameters, layer_elements, "
-                    "layer_matrices and llama_layer there")
+                say(f"warning: the model has {built:,} parameters, but plan/costs.py counts {counted:,}: predicted "
+                    "memory, times and MFU are wrong until parameters, layer_elements, layer_matrices and llama_layer "
+                    "there are changed like the model")
 
     def begin(self, step: int) -> None:
         """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""

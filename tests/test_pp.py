@@ -101,7 +101,7 @@ ANY = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.grou
 
 
 @pytest.mark.parametrize("wrong, says", [
-    (("1f1c", 2, 4), "unknown, use one of afab"),
+    (("1f1c", 2, 4), f"unknown, use one of {', '.join(SCHEDULES)}$"),
     (("1f1b", 2, 4, 2), f"2 model chunks per rank: schedule 1f1b has 1, {ANY} any$"),
     (("1f1b", 2, 4, 0, -1), "groups of -1: must be above 0"), (("1f1b", 2, 0), "0 micro-batches, .* above 0"),
     (("zb-v", 2, 4, 3), "schedule zb-v has 2"), (("interleaved", 4, 9, 3, 4), "the last one, too"),
