@@ -45,44 +45,58 @@ collectives.watch = record.waiting  # from now on
 
 
 def meet(timeout_s: float = 600) -> dist.Store:
-    """Wait for the other ranks. Returns torchrun's key-value store, with a prefix that no earlier start of ranks used.
+    """Wait until all ranks have started. Return torchrun's key-value store, with a prefix for the keys of this start.
 
-    A torchrun that restarts its ranks keeps the store, and in it the addresses of ranks that are gone; how often it has
-    restarted them may differ between machines. So every rank draws a name and appends it to a list. Rank 0 writes, for
-    each name in the list, which prefix to use, until as many ranks as there are have confirmed this prefix. It answers
-    the last name of each rank, which is an earlier start's until this start's has come. Raises TimeoutError.
+    A torchrun that restarts its ranks keeps the store. Without a new prefix, init_process_group would
+    read in it the addresses of ranks that are gone. TORCHELASTIC_RESTART_COUNT is no such prefix: it
+    may differ between machines. So rank 0 draws one, and every other rank asks rank 0 for it. Raises
+    TimeoutError.
     """
-    store, index, ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-    name, answered, began = uuid.uuid4().hex, set(), time.monotonic()
-    store.append("names", f"{index} {name}\n")
-
-    def missing() -> set[int]:
-        """The ranks that this one still waits for."""
-        if index > 0:
-            return set() if store.check([f"prefix/{name}"]) else {0}
-        last_names = dict(line.split() for line in store.get("names").decode().splitlines())
-        for other in set(last_names.values()) - answered:
-            store.set(f"prefix/{other}", name)
-            answered.add(other)
-        return set(range(ranks)) - set(map(int, store.get(f"confirmed/{name}").split()))
-
-    if index == 0:
-        store.append(f"confirmed/{name}", "0 ")
-    while waits_for := missing():
-        if time.monotonic() > began + timeout_s + 10 * (index > 0):  # of all ranks, rank 0 knows who is missing
-            raise TimeoutError(f"rank {', '.join(map(str, sorted(waits_for)))} has not started in {timeout_s:g} s")
-        time.sleep(max(0.01, ranks / 10_000))  # all ranks together call the store at most 10,000 times per second
-    prefix = store.get(f"prefix/{name}").decode()
-    if index > 0:
-        store.append(f"confirmed/{prefix}", f"{index} ")
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=seconds(timeout_s)))
+    prefix = hand_out_prefix(store, ranks, timeout_s) if rank == 0 else ask_for_prefix(store, rank, timeout_s)
     return dist.PrefixStore(prefix, store)
+
+
+def ask_for_prefix(store: dist.Store, rank: int, timeout_s: float) -> str:
+    """Ask under a name that no earlier start has used, and confirm the answer."""
+    name = uuid.uuid4().hex
+    store.queue_push("questions", f"{rank} {name}")
+    try:
+        store.wait([f"prefix/{name}"], seconds(timeout_s + 10))  # rank 0, which knows who is missing, gives up first
+    except dist.DistStoreError:
+        raise TimeoutError(f"rank 0 has not started in {timeout_s:g} s") from None
+    prefix = store.get(f"prefix/{name}").decode()
+    store.queue_push("questions", f"{rank} {prefix}")
+    return prefix
+
+
+def hand_out_prefix(store: dist.Store, ranks: int, timeout_s: float) -> str:
+    """Answer until all other ranks have confirmed. An earlier start may have left questions, whose answer nobody
+    confirms."""
+    prefix, missing, deadline = uuid.uuid4().hex, set(range(1, ranks)), time.monotonic() + timeout_s
+    while missing:
+        try:
+            store.wait(["questions"], seconds(max(0.001, deadline - time.monotonic())))  # 0 would be without end
+        except dist.DistStoreError:
+            late = ", ".join(map(str, sorted(missing)))
+            raise TimeoutError(f"rank {late} has not started in {timeout_s:g} s") from None
+        other, word = store.queue_pop("questions").decode().split()
+        if word == prefix:
+            missing.discard(int(other))
+        else:
+            store.set(f"prefix/{word}", prefix)
+    return prefix
+
+
+def seconds(count: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=count)
 
 
 def host_group(timeout_s: float) -> Group:
     """All ranks, with gloo: for objects, and for a thread beside the groups of a step. ALONE in one process."""
     if not dist.is_initialized():
         return ALONE
-    return Group("host", dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)))
+    return Group("host", dist.new_group(backend="gloo", timeout=seconds(timeout_s)))
 
 
 def gather_objects(value: Any, group: Group) -> list:
