@@ -477,10 +477,11 @@ def test_ranks_that_are_started_again_read_no_key_of_those_before(monkeypatch):
     """Three starts with different numbers of ranks, and one before them that has never been complete."""
     server, here = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), threading.local()
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(server.clone(), *here.place)]))
-    server.append("names", "1 gone\n2 gone\n0 gone\n")
+    for question in "1 gone", "2 gone", "5 answer":
+        server.queue_push("questions", question)
 
     def start(index: int, ranks: int) -> dist.Store:
-        time.sleep(0.05 * (ranks - index))  # rank 0 comes last: it finds names of this start and of earlier ones
+        time.sleep(0.05 * (ranks - index))  # rank 0 comes last: it finds questions of this start and of earlier ones
         here.place = index, ranks
         store = meet(5)
         store.append("started", f"{index} ")
