@@ -315,27 +315,38 @@ class Watchdog:
         return dict(map(json.loads, self.store.get("answers").splitlines()))
 
     def describe(self, call: Call, answers: dict[int, dict[str, Any]]) -> str:
-        """The call that this rank waits for, which ranks are missing, and what the first of them does. Missing are, of
-        all ranks, those that do not answer, or else compute; if all wait, those of its group that wait elsewhere: in
-        an earlier call, or this rank is the one that is missing in a later one."""
-        everyone = range(self.ranks)
-        missing = [r for r in everyone if r not in answers] or [r for r in everyone if not answers[r]["waits"]]
-        if not missing:
-            group = self.members.get(call.axis, everyone)
-            made = {member: answers[member]["calls"].get(call.axis, 0) for member in group}
-            missing = [member for member in group if made[member] < call.number]
-            missing = missing if call.peer is None else [group[call.peer]]
-            ahead = [member for member in group if made[member] > call.number]
-            if ahead and not missing:
-                return f"{self.name(call)}, while rank {listed(ahead)} has called more there"
-        if not missing:
-            return f"{self.name(call)}, has not ended although all ranks have called it"
-        does = f"is in {answers[missing[0]]['where']}" if missing[0] in answers else "does not answer"
-        return f"{self.name(call)}, waits for rank {listed(missing)}, which {does}"
+        """Say which ranks are missing in the call that this rank waits for, and what the first of them does."""
+        missing = self.missing_in(call, answers)
+        if missing:
+            does = f"is in {answers[missing[0]]['where']}" if missing[0] in answers else "does not answer"
+            return f"{self.name(call)}, waits for rank {listed(missing)}, which {does}"
+        ahead = [rank for rank, made in self.calls_made(call, answers).items() if made > call.number]
+        if ahead:  # this rank is the one that is missing, in a later call
+            return f"{self.name(call)}, while rank {listed(ahead)} has called more there"
+        return f"{self.name(call)}, has not ended although all ranks have called it"
+
+    def missing_in(self, call: Call, answers: dict[int, dict[str, Any]]) -> list[int]:
+        """The ranks that do not answer. If all answer: those that compute. If all wait: the peer of a send or receive,
+        or the ranks of its group that have not come to this call."""
+        silent = [rank for rank in range(self.ranks) if rank not in answers]
+        if silent:
+            return silent
+        computing = [rank for rank in range(self.ranks) if not answers[rank]["waits"]]
+        if computing:
+            return computing
+        if call.peer is not None:
+            return [self.group_of(call)[call.peer]]
+        return [rank for rank, made in self.calls_made(call, answers).items() if made < call.number]
+
+    def calls_made(self, call: Call, answers: dict[int, dict[str, Any]]) -> dict[int, int]:
+        """Rank of the call's group -> how many calls it has made there."""
+        return {rank: answers[rank]["calls"].get(call.axis, 0) for rank in self.group_of(call)}
+
+    def group_of(self, call: Call) -> list[int]:
+        return self.members.get(call.axis, list(range(self.ranks)))
 
     def name(self, call: Call) -> str:
-        members = self.members.get(call.axis, range(self.ranks))
-        return f"{call.operation}, call {call.number} on axis {call.axis} (ranks {listed(members)})"
+        return f"{call.operation}, call {call.number} on axis {call.axis} (ranks {listed(self.group_of(call))})"
 
 
 def may_be_lost_connection(error: Exception) -> bool:
