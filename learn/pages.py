@@ -1,25 +1,28 @@
-"""Every file of the root, plan/, run/ and learn/ as a page: prose beside its code, pictures, and what its demo prints.
+"""Every file of the root, plan/, run/, bench/ and learn/ as a page: prose beside its code, pictures, and what its demo
+prints. The documents of docs/ are pages, too.
 
     python -m learn.pages [--out pages]     static HTML, no network; open pages/index.html
     python -m learn.pages --demos           run all demos again and keep their output in docs/demos.json
 
-Docstrings and comments are on the left, the code that they are about on the right (on a phone, above it). A name leads
-to where it is defined; resting on it shows the first lines. The index is the playbook's table of contents, from
-docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
+Docstrings and comments are on the left, the code that they are about on the right (below them on a narrow screen). A
+name leads to where it is defined; resting on it shows the first lines. The index is the playbook's table of contents,
+from docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
 """
 import ast
 import builtins
 import io
 import json
 import keyword
+import os
 import re
 import subprocess
 import sys
 import tokenize
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -40,17 +43,20 @@ STYLE = """
 * { box-sizing: border-box } img { background: #fff; max-width: 100%; height: auto }
 body { margin: 0; color: var(--text); background: var(--page); font: 16px/1.5 system-ui, sans-serif }
 a { color: var(--link); text-decoration: none } code a, pre a { color: inherit; border-bottom: 1px dotted var(--line) }
-a:hover { text-decoration: underline } header, footer, main.index { max-width: 76rem; margin: auto; padding: 1rem }
-.row { display: grid; grid-template-columns: minmax(0, 26rem) minmax(0, 1fr); border-top: 1px solid var(--line) }
+a:hover { text-decoration: underline } header, footer, main { max-width: 76rem; margin: auto; padding: 1rem }
+/* From 1280 pixels on, prose is beside the code, and the font is so large that a line of 120 columns fits. */
+.row { display: grid; grid-template-columns: minmax(0, 24rem) minmax(0, 1fr); border-top: 1px solid var(--line) }
 .prose { padding: .4rem 1rem; font-size: 15px } .code { background: var(--side); padding: .4rem 1rem; overflow-x: auto }
-.wide { grid-template-columns: minmax(0, 1fr) } .wide .prose { max-width: 60rem }
+.row.wide { grid-template-columns: minmax(0, 1fr) } .wide .prose { max-width: 62rem }
 pre { margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace; overflow-x: auto }
-code { font: 0.9em ui-monospace, monospace }
+.code pre { font-size: clamp(11px, calc((100vw - 27.5rem) / 76), 13px) }
+code { font: 0.9em ui-monospace, monospace } .reference { margin: .1rem 0; color: var(--text2); font-size: 14px }
 .n { color: var(--text2); user-select: none; display: inline-block; width: 3.2em } .k { color: var(--word) }
 .s { color: var(--string) } .d { color: var(--number) } .c { color: var(--text2) }
 table { border-collapse: collapse } .index a { color: var(--link) }
-tr { border-top: 1px solid var(--line) } td p { margin: 0 } td { padding: .3rem .8rem .3rem 0; vertical-align: top }
-@media (max-width: 60rem) { .row { grid-template-columns: minmax(0, 1fr) } td { display: block } }
+tr { border-top: 1px solid var(--line) } td, th { padding: .3rem .8rem .3rem 0; vertical-align: top; text-align: left }
+@media (max-width: 79.9rem) { .row { grid-template-columns: minmax(0, 1fr) } .code pre { font-size: 13px } }
+@media (max-width: 60rem) { .index td { display: block } main { overflow-x: auto } }
 """
 
 
@@ -61,13 +67,20 @@ class Name(NamedTuple):
     title: str
 
 
+@cache
 def files() -> list[str]:
-    found = [sorted((ROOT / folder).glob("*.py")) for folder in (".", "learn", "plan", "run")]
+    found = [sorted((ROOT / folder).glob("*.py")) for folder in (".", "learn", "plan", "run", "bench")]
     return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
 
 
+@cache
+def documents() -> list[str]:
+    """Of docs/, except the playbook's table of contents, which is the index."""
+    return [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "PLAYBOOK.md"]
+
+
 def page_of(file: str) -> str:
-    return file.removesuffix(".py").replace("/", ".") + ".html"
+    return str(Path(file).with_suffix("")).replace("/", ".") + ".html"
 
 
 def definitions(file: str) -> dict[str, Name]:
@@ -145,20 +158,46 @@ def rows(source: str) -> list[Row]:
     return [row for row in out if row.prose or any(lines[i - 1].strip() for i in row.code)]
 
 
-def prose_html(lines: list[str], names: dict[str, Name]) -> str:
-    """Paragraphs; indented lines as they are; `names` as links."""
-    def inline(text: str) -> str:
-        def linked(match: re.Match) -> str:
-            name = names.get(match[1]) or names.get(match[1].removesuffix(".py"))
-            return f"<code>{link(match[1], name) if name else match[1]}</code>"
-        text = re.sub(r"`([^`]+)`", linked, escape(text, quote=False))
-        return re.sub(r"(https://[^\s<)]+)", r'<a href="\1">\1</a>', text)
+def inline(text: str, names: dict[str, Name]) -> str:
+    """A paragraph's `code`, with `names` as links, its *emphasis* and **strong** words, and its addresses."""
+    out = []
+    for part in re.split(r"(`[^`]+`)", escape(text, quote=False)):
+        if re.fullmatch(r"`[^`]+`", part):
+            word = part[1:-1]
+            name = names.get(word) or names.get(word.removesuffix(".py"))
+            out.append(f"<code>{link(word, name) if name else word}</code>")
+        else:
+            part = re.sub(r"(?<![\w*])\*\*(\w(?:[^*]*[\w)])?)\*\*(?![\w*])", r"<b>\1</b>", part)
+            part = re.sub(r"(?<![\w*])\*(\w(?:[\w' -]*\w)?)\*(?![\w*])", r"<em>\1</em>", part)  # not (*args), not 2**24
+            out.append(re.sub(r"(https://[^\s<)]+)", r'<a href="\1">\1</a>', part))
+    return "".join(out)
 
+
+def is_reference(line: str) -> bool:
+    """Whether a line begins a list of references, such as "Sources: …", "Li et al. 2020, …" or "SwiGLU: Shazeer 2020".
+    A sentence such as "Li et al. 2020 say that …" is no reference."""
+    authors = r"[A-Z][\w.'-]+(,? (?:[A-Z][\w.'-]+|et al\.|and|&))*"
+    return bool(re.match(rf"(Sources?|References?): |([A-Z][\w -]*: )?{authors} \d{{4}}([,;.]| \(|$)", line))
+
+
+def paragraph_html(lines: list[str], render: Callable[[str], str]) -> str:
+    """A paragraph, or references, each of them on its own line. render: makes HTML of text without line breaks."""
+    text = " ".join(line.strip() for line in lines)
+    if not is_reference(lines[0]):
+        return f"<p>{render(text)}</p>"
+    references, label, shapes = text.partition(" Shapes: ")  # which may follow in the same line
+    entries = re.split(r"(?<=;) (?![^(]*\))", references)  # a semicolon in brackets does not end a reference
+    out = [f'<p class="reference">{render(entry)}</p>' for entry in entries]
+    return "".join(out) + (f"<p>{render(label.strip() + ' ' + shapes)}</p>" if shapes else "")
+
+
+def prose_html(lines: list[str], names: dict[str, Name]) -> str:
+    """Paragraphs; indented lines as they are; references one below the other; `names` as links."""
     out, paragraph, block = [], [], []
 
     def flush() -> None:
         if paragraph:
-            out.append(f"<p>{inline(' '.join(paragraph))}</p>")
+            out.append(paragraph_html(paragraph, partial(inline, names=names)))
         while block and not block[-1].strip():
             block.pop()
         if block:
@@ -178,7 +217,8 @@ def prose_html(lines: list[str], names: dict[str, Name]) -> str:
                 flush()
             block.append(line)
         elif line.strip():
-            if block or re.match(r"([A-Z][\w ]*:|- )", line):
+            goes_on = bool(paragraph) and is_reference(paragraph[0])
+            if block or re.match(r"([A-Z][\w ]*:|- )", line) or (is_reference(line) and not goes_on):
                 flush()
             paragraph.append(line.strip())
         else:
@@ -247,6 +287,76 @@ def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) ->
     return page(file, "".join(body))
 
 
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+def markdown_line(text: str, names: dict[str, Name]) -> str:
+    """A line of a document of docs/. Links lead to pages and into the network; of others only the text is left."""
+    def part_html(part: str) -> str:
+        match = re.fullmatch(r"\[([^]]+)\]\(([^)#]+)[^)]*\)", part)
+        if not match:
+            return inline(part, names)
+        label, target = inline(match[1].replace("\\_", "_"), {}), match[2]
+        if target.startswith("https://"):
+            return f'<a href="{escape(target)}">{label}</a>'
+        file = os.path.normpath(f"docs/{target}")
+        return link(label, Name(page_of(file), 0, file)) if file in {*files(), *documents()} else label
+    return "".join(map(part_html, re.split(r"(\[[^]]+\]\([^)]+\))", text)))
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return [cell.strip() for cell in re.sub(r"^\| ?| ?\|$", "", line).split(" | ")]
+
+
+def markdown_blocks(text: str) -> list[list[str]]:
+    """The lines of each heading, paragraph, list, table, and block of code, which begins with its fence."""
+    blocks, is_code = [[]], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            is_code = not is_code
+            blocks.append([line] if is_code else [])
+        elif line.startswith("#") and not is_code:
+            blocks += [[line], []]
+        elif is_code or (line.strip() and not line.startswith("<!--")):
+            blocks[-1].append(line)
+        else:
+            blocks.append([])
+    return [block for block in blocks if block]
+
+
+def markdown_html(text: str) -> str:
+    """Headings, paragraphs, lists, tables and blocks of code, which is all that the documents have."""
+    out = []
+    for lines in markdown_blocks(text):
+        first = lines[0]
+        if first.startswith("```"):
+            out.append(f"<pre>{escape(chr(10).join(lines[1:]), quote=False)}</pre>")
+        elif first.startswith("#"):
+            level = len(first) - len(first.lstrip("#"))
+            out.append(f"<h{level}>{markdown_line(first.strip('# '), {})}</h{level}>")
+        elif first.startswith("|"):
+            out.append("<table>")
+            for number, line in enumerate(lines):
+                kind = "td" if number else "th"
+                cells = [f"<{kind}>{markdown_line(cell, {})}</{kind}>" for cell in cells_of(line)]
+                if number != 1:  # which has only dashes
+                    out.append(f"<tr>{''.join(cells)}</tr>")
+            out.append("</table>")
+        elif first.startswith("- "):
+            entries = re.split(r"^- ", "\n".join(lines), flags=re.MULTILINE)[1:]
+            items = [f"<li>{markdown_line(' '.join(entry.split()), {})}</li>" for entry in entries]
+            out.append(f"<ul>{''.join(items)}</ul>")
+        else:
+            out.append(paragraph_html(lines, partial(markdown_line, names={})))
+    return "".join(out)
+
+
+def document_html(file: str) -> str:
+    text = (ROOT / file).read_text()
+    return page(file, f'<header><a href="index.html">penteract</a> / <b>{file}</b></header><main class="document">'
+                      f"{markdown_html(text)}</main>")
+
+
 def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
     """The playbook's table of contents, each section with its files and commands."""
     body = ['<main class="index"><h1>penteract</h1>'
@@ -254,16 +364,16 @@ def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
     for line in (ROOT / "docs" / "PLAYBOOK.md").read_text().split("\n## ")[0].splitlines():
         if line.startswith("| ") and not line.startswith("| section"):
             cells, names = [], {}
-            for cell in line.strip("|").split(" | "):
-                files = [file for file in re.findall(r"\]\(\.\./([^)]+)\)", cell) if file in everywhere]
-                names |= {name: found for file in files for name, found in everywhere[file].items()}
-                names |= {file: Name(page_of(file), 0, file) for file in files}
-                cell = re.sub(r"\[[^]]+\]\((?:\.\./)?([^)]+)\)", r"`\1`", cell.strip())
-                cells.append(re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", prose_html([cell], names)))
+            for cell in cells_of(line):
+                for file in re.findall(r"\]\(\.\./([^)]+)\)", cell):
+                    names |= everywhere.get(file, {})
+                cells.append(markdown_line(cell, names))
             body.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     first = {file: ast.get_docstring(ast.parse((ROOT / file).read_text())).splitlines()[0] for file in everywhere}
     items = [f'<li><a href="{page_of(file)}">{file}</a> {escape(line)}</li>' for file, line in first.items()]
-    body.append(f"</table><h2>All files</h2><ul>{''.join(items)}</ul></main>")
+    read = [f'<li><a href="{page_of(file)}">{file}</a> {(ROOT / file).read_text().splitlines()[0].strip("# ")}</li>'
+            for file in documents()]
+    body.append(f"</table><h2>To read</h2><ul>{''.join(read)}</ul><h2>All files</h2><ul>{''.join(items)}</ul></main>")
     return page("penteract", "".join(body))
 
 
@@ -277,8 +387,8 @@ def run_demos() -> Iterator[tuple[str, str]]:
 
 def main(arguments: list[str]) -> None:
     parser = Parser("learn.pages", __doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "pages")
-    parser.add_argument("--demos", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "pages", help="where to write [pages/]")
+    parser.add_argument("--demos", action="store_true", help="run all demos first, and keep what they print")
     asked = parser.parse_args(arguments)
     if asked.out.exists() and not asked.out.is_dir():
         parser.error(f"--out {asked.out}: is a file, name a folder")
@@ -291,6 +401,8 @@ def main(arguments: list[str]) -> None:
     (asked.out / "index.html").write_text(index_html(everywhere))
     for file in everywhere:
         (asked.out / page_of(file)).write_text(file_html(file, everywhere, demos))
+    for file in documents():
+        (asked.out / page_of(file)).write_text(document_html(file))
     print(asked.out / "index.html")
 
 
