@@ -176,7 +176,8 @@ def inline(text: str, names: dict[str, Name]) -> str:
 def is_reference(line: str) -> bool:
     """Whether a line begins a list of references, such as "Sources: …", "Li et al. 2020, …" or "SwiGLU: Shazeer 2020".
     A sentence such as "Li et al. 2020 say that …" is no reference."""
-    authors = r"[A-Z][\w.'-]+(,? (?:[A-Z][\w.'-]+|et al\.|and|&))*"
+    name = r"[A-Z][\w'-]+"
+    authors = rf"{name}(, {name})*( (and|&) {name})?( et al\.| Team)?"
     return bool(re.match(rf"(Sources?|References?): |([A-Z][\w -]*: )?{authors} \d{{4}}([,;.]| \(|$)", line))
 
 
@@ -305,7 +306,7 @@ def markdown_line(text: str, names: dict[str, Name]) -> str:
 
 def cells_of(line: str) -> list[str]:
     """The cells of a line of a table."""
-    return [cell.strip() for cell in re.sub(r"^\| ?| ?\|$", "", line).split(" | ")]
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
 
 
 def markdown_blocks(text: str) -> list[list[str]]:
