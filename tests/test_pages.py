@@ -39,7 +39,7 @@ def made(tmp_path_factory) -> dict[str, str]:
 
 
 def test_there_is_a_page_for_each_file_and_every_link_leads_somewhere(made):
-    assert set(made) == {"index.html", *map(pages.page_of, pages.files())}
+    assert set(made) == {"index.html", *map(pages.page_of, [*pages.files(), *pages.documents()])}
     parsed = {name: Page(text) for name, text in made.items()}
     for name, page in parsed.items():
         assert page.open == [], f"{name}: {page.open} not closed"
@@ -47,7 +47,96 @@ def test_there_is_a_page_for_each_file_and_every_link_leads_somewhere(made):
             target, _, anchor = link.partition("#")
             assert link.startswith("https://") or (target in parsed and (
                 not anchor or anchor in parsed[target].anchors)), f"{name}: {link}"
-    assert {link for link in parsed["index.html"].links} >= {pages.page_of(file) for file in pages.files()}
+    assert set(parsed["index.html"].links) >= set(made) - {"index.html"}
+
+
+def test_what_a_document_links_is_linked_on_its_page(made):
+    """As far as there is a page of it; the playbook's table of contents is the index."""
+    for file in ["docs/PLAYBOOK.md", *pages.documents()]:
+        text = (pages.ROOT / file).read_text()
+        if file == "docs/PLAYBOOK.md":
+            text = text.split("\n## ")[0].split("\n| section")[1]  # the index has only the table
+        targets = set(re.findall(r"\]\(([^)#]+)\)", text))
+        wanted = {target for target in targets if target.startswith("https://")}
+        for target in targets - wanted:
+            path = (pages.ROOT / "docs" / target).resolve().relative_to(pages.ROOT)
+            if path.suffix == ".py" or path.match("docs/*.md"):
+                wanted.add(".".join(path.with_suffix("").parts) + ".html")
+        page = "index.html" if file == "docs/PLAYBOOK.md" else f"docs.{file[5:-3]}.html"
+        assert wanted <= set(Page(made[page]).links), file
+    assert {"docs.NOTES.html", "docs.RESULTS.html", "docs.JOURNEY.html", "bench.probe.html"} <= set(
+        re.findall(r'href="([^"]+)"', made["index.html"].split("<h2>To read")[0]))
+
+
+def test_a_document_has_all_its_words_and_the_tables_all_their_cells(made):
+    for file in pages.documents():
+        text, page = (pages.ROOT / file).read_text(), made[pages.page_of(file)].split('<main class="document">')[1]
+        text = re.sub(r"\]\([^)]*\)|<!--.*?-->", "]", text)  # targets of links, comments
+        shown = html.unescape(re.sub(r"<[^>]+>", " ", page))
+        assert re.findall(r"[^\W_]+", shown) == re.findall(r"[^\W_]+", text), file
+        lines = [line for line in text.splitlines() if line.startswith("| ")]
+        assert page.count("<td>") + page.count("<th>") == sum(len(line.split(" | ")) for line in lines), file
+
+
+def test_markdown_is_what_it_says():
+    text = ("# A `title`\nfirst\nline\n\n- one\n  goes on\n- two\n\n| a | b |\n|---|---|\n| `x | y` |\n\n<!-- no -->\n"
+            "```\n# a < b\n\n  *c*\n```\nsee [*the* loop](../train.py), [x](nowhere.md)")
+    name = '<a href="train.html" title="train.py"><em>the</em> loop</a>'
+    assert pages.markdown_html(text) == (
+        "<h1>A <code>title</code></h1><p>first line</p><ul><li>one goes on</li><li>two</li></ul><table><tr><th>a</th>"
+        "<th>b</th></tr><tr><td>`x</td><td>y`</td></tr></table>"
+        f"<pre># a &lt; b\n\n  *c*</pre><p>see {name}, x</p>")
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("the *sum* of *two words*, *one-two*", "the <em>sum</em> of <em>two words</em>, <em>one-two</em>"),
+    ("(*hops*), *all*.", "(<em>hops</em>), <em>all</em>."), ("**Data** (a)", "<b>Data</b> (a)"),
+    ("f(*a, *b) and dO * O * 2", None), ("2**24 and 2**r", None), ("(n-1)*X*β + L*α", None),
+    ("`a *b* c`", "<code>a *b* c</code>"),
+    ("o *= exp(m), l *= 2", None), ("*a, b*", None), ("**", None)])
+def test_emphasis_is_shown_and_no_product_is_emphasis(text, shown):
+    assert pages.prose_html([text], {}) == f"<p>{shown or text}</p>"
+
+
+@pytest.mark.parametrize("lines, references", [
+    (["Li et al. 2020, sections 3.2 and 4.2."], ["Li et al. 2020, sections 3.2 and 4.2."]),
+    (["Sources: a.py; Hwu, Kirk & El Hajj, GPUs (a; b); Llama Team", "2024."],
+     ["Sources: a.py;", "Hwu, Kirk &amp; El Hajj, GPUs (a; b);", "Llama Team 2024."]),
+    (["Hensgen, Finkel and Manber 1988 (dissemination); Dao 2023."],
+     ["Hensgen, Finkel and Manber 1988 (dissemination);", "Dao 2023."]),
+    (["RMSNorm: Zhang & Sennrich 2019; SwiGLU: Shazeer 2020. Shapes: H hidden."],
+     ["RMSNorm: Zhang &amp; Sennrich 2019;", "SwiGLU: Shazeer 2020."]),
+    (["Korthikanti et al. 2022 drop scores; others drop more."], []), (["As Dao 2023, in one loop; no more."], [])])
+def test_each_reference_is_a_line_of_its_own(lines, references):
+    text = pages.prose_html(["Text before.", *lines, "Shapes: B batch"], {})
+    assert re.findall(r'<p class="reference">(.*?)</p>', text) == references
+    assert text.startswith("<p>Text before.</p>" if references else "<p>Text before. ")
+    assert text.endswith("<p>Shapes: B batch</p>")
+
+
+def test_files_that_cite_papers_show_references_on_lines_of_their_own(made):
+    """Not in a paragraph of their first docstring: no author and year follow the end of a sentence there."""
+    for file in pages.files():
+        first = made[pages.page_of(file)].split('<div class="code">')[0]
+        for paragraph in re.findall(r"<p>(.*?)</p>", first):
+            assert not re.search(r"\. [A-Z]\w+ et al\. \d{4}[;,(]", paragraph), (file, paragraph)
+    assert made["tp.html"].count('<p class="reference">') == 3
+
+
+def test_120_columns_of_code_fit_beside_the_prose():
+    """From 1280 pixels on. A character is at most 0.603 em wide (DejaVu Sans Mono, Menlo), a scroll bar 15 pixels."""
+    css = " ".join(pages.STYLE.split())
+    prose, = re.findall(r"\.row \{ display: grid; grid-template-columns: minmax\(0, (\d+)rem\) minmax\(0, 1fr\)", css)
+    least, taken, parts, most = map(float, re.findall(
+        r"\.code pre \{ font-size: clamp\((\d+)px, calc\(\(100vw - ([\d.]+)rem\) / (\d+)\), (\d+)px\) \}", css)[0])
+    padding, = re.findall(r"\.code \{[^}]*padding: \.4rem (\d+)rem;", css)
+    number, = re.findall(r"\.n \{[^}]*width: ([\d.]+)em", css)
+    narrow, = re.findall(r"@media \(max-width: ([\d.]+)rem\) \{ \.row \{ grid-template-columns: minmax\(0, 1fr\)", css)
+    assert float(narrow) * 16 < 1280 and most <= 13 and least >= 11
+    for width in range(1280, 2600):
+        size = min(max(least, (width - 16 * taken) / parts), most)
+        room = width - 15 - 16 * (float(prose) + 2 * float(padding)) - float(number) * size
+        assert room >= 120 * 0.603 * size, (width, size)
 
 
 def test_each_line_is_on_its_page_once_as_prose_or_as_code_and_prose_is_escaped(made):
