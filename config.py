@@ -572,14 +572,32 @@ def complete(c: Config, ranks: int) -> None:
         check_schedule(c)
 
 
+def is_of_kind(value: Any, example: Any) -> bool:
+    """Whether a value of a JSON file is of the example's kind. A float may be written as a whole number. The entries of
+    a list must be like the example's first entry, or text if the example is empty."""
+    if isinstance(example, (list, tuple)):
+        first = example[0] if example else ""
+        return isinstance(value, (list, tuple)) and all(is_of_kind(entry, first) for entry in value)
+    return type(value) in ((int, float) if isinstance(example, float) else (type(example),))
+
+
+def problem_of(name: str, value: Any) -> str:
+    """What a setting must be, if this value of its kind is not possible; else ""."""
+    declared = FIELDS[name]
+    choices, most, above = declared.metadata["choices"], declared.metadata["most"], declared.metadata["positive"]
+    if choices:
+        return "" if value in choices else f"must be one of {', '.join(map(str, choices))}"
+    if declared.type not in (int, float) or value == declared.default:
+        return ""
+    if not (value > 0 if above else value >= 0):
+        return f"must be {'above 0' if above else '0 or more'}"
+    return "" if value <= most else f"must be at most {most:,}"
+
+
 def check_ranges(c: Config) -> None:
-    for name, f in FIELDS.items():
-        value = c.value(name)
-        if f.type in (int, float) and not f.metadata["choices"] and value != f.default:
-            most, above = f.metadata["most"], f.metadata["positive"]
-            need(value >= 0 and (value or not above),
-                 f"{flag(name)} {value}: must be {'above 0' if above else '0 or more'}")
-            need(value <= most, f"{flag(name)} {value}: must be at most {most:,}")
+    for name in FIELDS:
+        problem = problem_of(name, c.value(name))
+        need(not problem, f"{flag(name)} {c.value(name)}: {problem}")
     need(len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
          f"--betas {','.join(map(str, c.optim.betas))}: write two numbers from 0 to below 1, such as 0.9,0.95")
     c.data.weights()

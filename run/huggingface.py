@@ -29,7 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import MOST_LAYERS, flag, need
+from config import flag, is_of_kind, need, problem_of
 
 if TYPE_CHECKING:
     import torch
@@ -223,14 +223,12 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
         settings["num_experts"] = config.get("num_local_experts", settings["num_experts"])
     model = {}
     for field, default in architecture.defaults.items():
-        value, kind = settings[field], int if default is None else type(default)
-        is_none = (value is None and field in NULLABLE) or (value == 0 and field in MAY_BE_0)
-        if field in FIELDS and not is_none:
-            is_bool = isinstance(value, bool)
-            fits = is_bool if kind is bool else not is_bool and isinstance(value, (int, kind)) and value > 0
-            need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[kind]}")
-            need(field != "num_hidden_layers" or value <= MOST_LAYERS,
-                 f"{where}: {field} {value}: must be at most {MOST_LAYERS:,}")
+        value, example = settings[field], 1 if default is None else default
+        if field in FIELDS and not (value is None and field in NULLABLE):
+            fits = is_of_kind(value, example) and (value > 0 or value is False or field in MAY_BE_0)
+            need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[type(example)]}")
+            problem = problem_of(FIELDS[field], value)
+            need(not problem, f"{where}: {field} {json.dumps(value)}: {problem}")
             model[FIELDS[field]] = value
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])

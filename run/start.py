@@ -13,13 +13,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import config
-from config import FIELDS, PRESETS, Config, flag, need
+from config import FIELDS, PRESETS, Config, flag, is_of_kind, need, problem_of
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
@@ -27,8 +26,7 @@ CONTENT = dict(  # an example of what run.json has, besides format and checksum
     step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="", published="",
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
-COUNTS = {"step", "samples", "tokens", "skipped", "rewinds", "ranks"}
-SECTIONS = {"settings", "model", "grid"}  # of CONTENT, which have settings
+SECTIONS = "settings", "model", "grid"  # of CONTENT, which have settings
 NOT_INHERITED = {"resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot"}  # of one start of a run
 METRIC = b'{"step":'  # how a line of --metrics begins
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
@@ -246,37 +244,19 @@ def read_json(path: str | Path) -> dict[str, Any]:
     need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
     need(run.get("format") == CHECKPOINT_FORMAT,
          f"{path} has format {run.get('format')}, and this version reads {CHECKPOINT_FORMAT}")
-    for name in of_other_kind(run, CONTENT):
-        raise ValueError(f"{file} is damaged: its {name} is of another kind")
-    for name, value in (setting for section in run.keys() & SECTIONS for setting in run[section].items()):
-        need(is_possible(name, value),
-             f"{file} is of another version: it has a setting that is unknown here, {name} {value}")
-    for name in COUNTS & run.keys():
-        need(0 <= run[name] < 2**63, f"{file} is damaged: its {name} is {run[name]}")
+    for name, example in CONTENT.items():
+        value = run.get(name, example)
+        need(is_of_kind(value, example), f"{file} is damaged: its {name} is of another kind")
+        need(type(value) is not int or 0 <= value < 2**63, f"{file} is damaged: its {name} is {value}")
+        for inner, its_example in example.items() if isinstance(example, dict) else ():
+            need(is_of_kind(value.get(inner, its_example), its_example),
+                 f"{file} is damaged: its {name} {inner} is of another kind")
+    for section in SECTIONS:
+        for name, value in run.get(section, {}).items():
+            need(name in FIELDS and not problem_of(name, value),
+                 f"{file} is of another version: it has a setting that is unknown here, {name} {value}")
     need(all(len(ends) == 2 for ends in run.get("left_out", [])), f"{file} is damaged: its left_out are no ranges")
     return run
-
-
-def is_possible(name: str, value: Any) -> bool:
-    """Whether a setting can have this value, which is of the right kind."""
-    if name not in FIELDS:
-        return False
-    choices, most = FIELDS[name].metadata["choices"], FIELDS[name].metadata["most"]
-    return value in choices if choices else not isinstance(value, (int, float)) or -1 <= value <= most
-
-
-def of_other_kind(found: Any, example: Any, name: str = "") -> Iterator[str]:
-    """The names of values in JSON that are no number, text, list or object where the example has one. All entries of a
-    list are like the example's first, or text if it has none."""
-    kinds = {float: (int, float), tuple: (list,)}.get(type(example), (type(example),))
-    if type(found) not in kinds:
-        yield name.strip()
-    elif isinstance(example, dict):
-        for key in found.keys() & example.keys():
-            yield from of_other_kind(found[key], example[key], f"{name} {key}")
-    elif isinstance(example, (list, tuple)):
-        for entry in found:
-            yield from of_other_kind(entry, [*example, ""][0], name)
 
 
 def checksum_of_json(content: dict) -> str:
