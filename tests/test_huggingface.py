@@ -328,7 +328,8 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
         dict(LLAMA, layer_types=["full_attention"] * 3), dict(quantization_config=dict(quant_method="fp8")),
         dict(partial_rotary_factor=0.5), dict(WINDOW, max_window_layers="x"), dict(hidden_size=None),
         dict(vocab_size="61"), dict(tie_word_embeddings=1), dict(rms_norm_eps=-1e-6), dict(rms_norm_eps=0),
-        dict(rms_norm_eps=True), dict(MOE, decoder_sparse_step=2), dict(MOE, num_experts_per_tok=0)))])
+        dict(rms_norm_eps=True), dict(MOE, decoder_sparse_step=2), dict(MOE, num_experts_per_tok=0),
+        dict(vocab_size=2 * config.LARGEST), dict(rope_theta=math.inf)))])
 def test_settings_that_are_not_implemented_are_refused_in_one_line(changed, message, tmp_path):
     """Without a message: by name and value of the last of them."""
     field, value = [*changed.items()][-1]
