@@ -13,6 +13,11 @@ appended to the squared norm of the gradient, and every step sums this vector ov
 whether to skip a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next
 step.
 
+Torch ends a wait, but it does not say who is missing. After its timeout gloo raises an error on every rank that waits,
+NCCL's watchdog aborts the process, its flight recorder leaves a file per rank to be compared later, and every torchrun
+reports all failed ranks of its own machine. So here a thread per rank looks a little before that timeout, and of all
+ranks one reports, in one line.
+
 Of several ranks that fail, the first that asks torchrun's key-value store reports; those that have only lost a
 connection ask a moment later.
 
@@ -47,7 +52,8 @@ from run.start import say, tell_torchrun
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
-STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time
+STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time:
+#                         the store's own timeout is for keys, and does not end a call to a machine that has gone
 
 
 class Failure(RuntimeError):
