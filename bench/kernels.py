@@ -279,8 +279,8 @@ def measure_quantise(kind: str) -> Result:
         if scale is not None:
             return fp8.quantise_at_scale(x, scale, fp8.E4M3)
         if tiles:
-            return fp8.quantise_blocks(x, fp8.E4M3, False, fp8.BLOCK)
-        return *fp8.quantise_blocks(x, fp8.E4M3, False), *fp8.quantise_blocks(x.t(), fp8.E4M3, False)
+            return fp8.quantise_blocks(x, fp8.E4M3, fp8.BLOCK)
+        return *fp8.quantise_blocks(x, fp8.E4M3), *fp8.quantise_blocks(x.t(), fp8.E4M3)
 
     contenders = {"ours": lambda x: kernels.quantise(x, fp8.E4M3, scale, fp8.SMALLEST, tiles=tiles),
                   "compiled" if scale is None and not tiles else "compiled, without the columnwise copy":

@@ -105,7 +105,7 @@ def divisions() -> Iterator[Question]:
     yield "amax / 448 has the bits of a CPU", partial(is_quotient, lambda amax: amax / 448.0), (
         "False on a GPU, which multiplies with the reciprocal of a host's number")
     yield "an FP8 scale has the bits of a CPU", partial(
-        is_quotient, lambda amax: fp8.scale_of(amax, fp8.E4M3, False)), "True: it is divided by a tensor on the device"
+        is_quotient, lambda amax: fp8.scale_of(amax, fp8.E4M3)), "True: it is divided by a tensor on the device"
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
