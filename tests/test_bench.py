@@ -131,7 +131,7 @@ def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ende
     (bench_gpu.parse, "--only loss", "--only loss: the stages are right, training, "),
     (bench_gpu.parse, "--layers 2", "--layers 2: gpu knows --limit"),
     (bench_gpu.parse, f"--out {__file__}", f"--out {__file__} is a file: name a folder"),
-    (bench_gpu.parse, "--limit x", "--limit: invalid float value: 'x'"),
+    (bench_gpu.parse, "--limit x", "--limit x: write a number"),
     (check.main, "--preset nemo", "--preset nemo"), (check.main, "--preset tiny --tp 2", "--tp 2: unknown"),
     (partial(smoke.parse, ranks=2), "--grids=--tp=3", "--tp 3"),
     (partial(bench.check, ["cp"], ranks=1), "", "cp needs several ranks: run under torchrun --nproc_per_node=4 -m "),
