@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from schedules import SCHEDULES, plan_of
 
 TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
-CP_STYLES = "allgather", "ring", "ulysses"  # cp.py: the last by heads, the others by blocks of keys
+# --cp-style, see cp.py: ulysses exchanges heads, the others attend by blocks of keys.
+CP_STYLES = ("allgather", "ring", "ulysses")
 BY_BLOCKS = [style for style in CP_STYLES if style != "ulysses"]
 GROUPED = [name for name, schedule in SCHEDULES.items() if schedule.grouped and schedule.runs]
 OFFLOADS = "none", "optimizer", "activations", "both"
@@ -45,7 +46,10 @@ class Fp8Recipe(NamedTuple):
     blocks: bool
 
 
-FP8_RECIPES = {"tensorwise": Fp8Recipe("e5m2", blocks=False), "blockwise": Fp8Recipe("e4m3", blocks=True)}
+FP8_RECIPES = {
+    "tensorwise": Fp8Recipe("e5m2", blocks=False),
+    "blockwise": Fp8Recipe("e4m3", blocks=True),
+}
 
 
 def padded_length(seq: int, cp: int, tp: int = 1) -> int:  # here because plan/ needs both paddings, without torch
