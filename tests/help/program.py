@@ -33,11 +33,14 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def python(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
-    """What `python ARGUMENTS` does in the project's folder, the first being a file there, or -m and a module."""
+def python(*arguments: str, timeout: float = 300, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
+    """What `python ARGUMENTS` does in the project's folder, the first being a file there, or -m and a module.
+
+    root: the project's folder, or that of a copy.
+    """
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
-        process = forks().Process(target=run, args=(words, folder, env))
+        process = forks().Process(target=run, args=(words, folder, root, env))
         process.start()
         if not ends(process, timeout):
             raise subprocess.TimeoutExpired(words, timeout)
@@ -54,16 +57,16 @@ def ends(process: multiprocessing.Process, within_s: float) -> bool:
     return not hangs
 
 
-def run(words: list[str], folder: str, env: dict[str, str]) -> None:
+def run(words: list[str], folder: str, root: Path, env: dict[str, str]) -> None:
     """In the forked process. Exits as the program does."""
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(root)
     os.environ.update(env)
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     ours = ROOT, ROOT / "tests", ROOT / "tests" / "help"  # not an environment in the checkout
-    sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path) not in ours)]
+    sys.path[:] = [str(root), *(path for path in sys.path if Path(path) not in ours)]
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
