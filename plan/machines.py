@@ -63,7 +63,8 @@ class Machine(NamedTuple):
         return self.matmul_flops.get("fp8") != 0
 
     def best_matmul(self, fp8: bool = False) -> float:
-        return self.matmul_flops.get("fp8", 2 * self.matmul_flops["bf16"]) if fp8 else self.matmul_flops["bf16"]
+        bf16 = self.matmul_flops["bf16"]
+        return (self.matmul_flops.get("fp8") or 2 * bf16) if fp8 else bf16
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ CARDS = {  # by the words that its name has, in lower case
     "mi300x":        Card("MI300",     1307.4, 2614.9, 192, 5.3,   "Infinity Fabric", 448, "AMD MI300X data sheet"),
     "mi325x":        Card("MI300",     1307.4, 2614.9, 256, 6.0,   "Infinity Fabric", 448, "AMD MI325X data sheet"),
     "a10":           Card("Ampere",    125,    0,      24,  0.6,   *PCIE4,          "NVIDIA A10 data sheet"),
-    "l4":            Card("Ada",       121,    242,    24,  0.3,   *PCIE4,          "NVIDIA L4 data sheet"),
+    "l4":            Card("Ada",       121,    242.5,  24,  0.3,   *PCIE4,          "NVIDIA L4 data sheet"),
     "l40s":          Card("Ada",       362,    733,    48,  0.864, *PCIE4,          "NVIDIA L40S data sheet"),
     "rtx-3090":      Card("Ampere",    71,     0,      24,  0.936, *PCIE4,          GA102),
     "rtx-4090":      Card("Ada",       165.2,  330.3,  24,  1.008, *PCIE4,          ADA),
