@@ -553,8 +553,9 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
 
 def parse(flags: list[str], gpus: int) -> Config:
     """As config.parse, which does not read models and checkpoints; run/start.py does."""
+    given = config.read(flags)
     for name in ("init_from", "resume"):
-        path = config.read(flags).get(name)
+        path = given.get(name)
         need(not path, f"{config.flag(name)} {path}: plan reads neither models nor checkpoints: give --preset or the "
              "model's flags")
     return config.parse(flags, gpus)
