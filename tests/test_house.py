@@ -22,10 +22,7 @@ bench.gpu_rows bench.probe_gpu
 bench.kernels bench.training
 bench.rows
 learn.pictures
-plan.fit
 plan.__main__
-plan.published
-plan.predict
 plan.scaling
 bench.probe
 train
@@ -72,6 +69,7 @@ learn.pages
 learn.puzzles
 collectives
 run.meter
+plan.printing
 schedules
 bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
@@ -119,6 +117,13 @@ def test_imports_point_down():
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_a_technique_imports_no_other(name):
     assert imports(name) - SHARED <= TECHNIQUES[name]
+
+
+def test_the_planner_stands_on_settings_and_schedules_alone():
+    """So that it runs without torch, and that run/ may import it."""
+    for name in FILES:
+        if name.startswith("plan."):
+            assert {other for other in imports(name) if not other.startswith("plan.")} <= {"config", "schedules"}, name
 
 
 def test_of_the_root_only_train_imports_a_folder():

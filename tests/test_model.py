@@ -14,7 +14,8 @@ import train
 from model import Execution, Llama
 from operations import Mask, rotary_angles
 from param import draw
-from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, peak_flops, visible_keys
+from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, visible_keys
+from plan.machines import peak_flops
 from run.huggingface import config_of
 from run.meter import Meter
 from run.sampling import KVCache, sample
@@ -217,8 +218,9 @@ def test_matrices_of_blocks_in_fp8_are_counted():
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
     ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA L40S", 362),
-    ("NVIDIA B300", 2250), ("NVIDIA GB300", 2500), ("AMD Instinct MI325X", 1307),
-    ("AMD Instinct MI300X", 1307), ("NVIDIA L4", None), ("Tesla V100-SXM2-16GB", None), ("NVIDIA A10", None)])
+    ("NVIDIA B300", 2250), ("NVIDIA GB300", 2500), ("AMD Instinct MI325X", 1307.4),
+    ("AMD Instinct MI300X", 1307.4), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 5090", 209.5),
+    ("Tesla V100-SXM2-16GB", None)])
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
     """Dense, in 16 bits; of a GPU that is not in the table none is assumed."""
     assert peak_flops(name) == (peak and peak * 1e12)

@@ -25,7 +25,7 @@ from watch import Watch, in_order
 
 from learn import gpu as primer
 from learn.gpu import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul
-from plan import costs
+from plan import machines
 
 ANY_SHAPE = [name for name, rung in LADDER.items() if rung.kernel in primer.ANY_SHAPE]
 SLOW = "uncoalesced", "coalesced", "coarsened"  # without tensor cores
@@ -178,7 +178,7 @@ def test_the_roof_is_the_largest_of_three():
     assert bound(rung, 64, 64, 64, 2, card._replace(l1=1.0)) == (bytes_asked(rung, 64, 64, 64, 2), "L1")
     assert bound(LADDER["coalesced"], 1, 128, 64, 2, card) == (2 * 128 * 64, "compute")  # no tensor cores
     for name, card in primer.CARDS.items():
-        assert card.tensor == costs.PEAK_TFLOPS[name] * 1e12
+        assert card.tensor == machines.CARDS[name.lower()].bf16 * 1e12
         assert card.fma == pytest.approx(132 * 128 * 2 * 1.98e9, rel=0.01)  # SMs, fp32 lanes, an FMA, clock
 
 

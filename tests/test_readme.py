@@ -13,7 +13,7 @@ import torch
 import config
 import update
 from learn import pages, pictures, puzzles
-from plan import predict, time
+from plan import time
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -31,7 +31,8 @@ def check_command(command: str) -> None:
     words = shlex.split(command, comments=True)
     if "-m" in words:
         script = words[words.index("-m") + 1].replace(".", "/")
-        own, script = words[words.index("-m") + 2:], f"{script}/__main__.py" if "/" not in script else f"{script}.py"
+        own, is_folder = words[words.index("-m") + 2:], (ROOT / script).is_dir()
+        script = f"{script}/__main__.py" if is_folder else f"{script}.py"
     else:
         script = next(word for word in words if word.endswith(".py"))
         own = words[words.index(script) + 1:]
@@ -62,7 +63,7 @@ def test_the_map_of_the_playbook_names_what_exists():
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in DEMOS])
 def test_commands_of_the_map_show_something(command, tmp_path):
     """In a copy of the checkout: some write pictures and traces. Of demos test_pages.py says more."""
-    shutil.copytree(ROOT, tmp_path / "here", ignore=shutil.ignore_patterns(".git", "__pycache__", "tests"))
+    shutil.copytree(ROOT, tmp_path / "here", ignore=shutil.ignore_patterns(".git", "__pycache__", "test_*.py"))
     done = subprocess.run(shlex.split(command), cwd=tmp_path / "here", capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 40 or "written" in done.stdout
@@ -102,8 +103,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_program():
     runs = re.findall(r"\| `(--preset .*)` \| (\d+) GB \| ([\d.]+) s \| (\d+)% \|", README)
     assert len(runs) == 2
     for flags, *printed in runs:
-        run = predict.run_of(dict(machine="h100", gpus=8) | config.read(shlex.split(flags)))
-        found = predict.predict(run)
+        run = time.run_of(dict(machine="h100", gpus=8) | config.read(shlex.split(flags)))
+        found = time.predict(run)
         assert printed == [f"{found.memory_gb:.0f}", f"{time.step_seconds(run).seconds:.1f}", f"{100 * found.mfu:.0f}"]
 
 

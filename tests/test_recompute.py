@@ -14,7 +14,16 @@ from ep import RoutingInfo
 from model import ForwardContext
 from operations import RMSNorm
 from param import parameter
-from plan.costs import RECOMPUTE, experts_half, forward_flops, gpt_layer, recomputed_flops, saved_bytes
+from plan.costs import (
+    RECOMPUTE,
+    Activation,
+    Layer,
+    experts_half,
+    forward_flops,
+    llama_layer,
+    recomputed_flops,
+    saved_bytes,
+)
 from plan.memory import layer_options
 from recompute import CheckpointArena, Recompute, decide_once, is_recomputing
 from run.meter import Meter
@@ -106,6 +115,30 @@ PAPER = {  # Tables 3 and 5 and figure 1 of Korthikanti et al. 2022: 2048 tokens
     "1T": (160, 25600, 128, 64, 1, 512, 1, 512, 71.49, 56.3, 57.0, (131.25, 26.5625))}
 
 
+def gpt_layer(hidden: int, heads: int, seq: int) -> Layer:
+    """The layer of Korthikanti et al. 2022, section 4: 16 bits, GELU, dropout, scores saved: s b h (34 + 5 a s / h).
+
+    Attention's FLOPs count all scores, masked ones too, as the paper and torch do. "selective" means what it does in
+    that paper: only the scores are recomputed (in model.py norms and SwiGLU are, too).
+    """
+    h, scores = hidden, heads * seq
+    return dict(
+        input=Activation(2 * h, "full", "sp"),
+        attention_norm=Activation(2 * h, "selective", "sp"),
+        qkv=Activation(6 * h, "selective", "tp", 6 * h * h),
+        softmax=Activation(2 * scores, "none", "tp", 4 * h * seq),  # q k^T and softmax v
+        softmax_dropped=Activation(2 * scores, "none", "tp"),
+        softmax_mask=Activation(scores, "none", "tp"),
+        attention=Activation(2 * h, "selective", "tp"),
+        attention_mask=Activation(h, "selective", "sp", 2 * h * h),
+        residual=Activation(2 * h, "selective", "sp"),
+        ffn_norm=Activation(2 * h, "selective", "sp"),
+        up=Activation(8 * h, "selective", "tp", 8 * h * h),
+        gelu=Activation(8 * h, "selective", "tp"),
+        ffn_mask=Activation(h, "selective", "sp"),
+        output=Activation(0, "full", "sp", 8 * h * h))
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_own_layer_gives_the_papers_numbers(name):
     heads, h, layers, pp, chunks, batch, micro_batch, gpus, seconds, mfu, hfu, gib = PAPER[name]
@@ -159,6 +192,18 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
     left_out = nbytes + x.nbytes - b * s * saved_bytes(parts, "none")
     assert left_out in (b * s * 8, b * s * 16)  # mean and deviation in two norms, of two or four bytes
     assert flops == 3 * b * s * forward_flops(parts)
+
+
+@pytest.mark.parametrize("name, none, selective", [("llama-3.1-8b", 139, 94), ("mixtral-8x7b", 242, 168),
+                                                   ("deepseek-v3", 523, 356)])
+def test_kilobytes_per_token_that_a_layer_saves(name, none, selective):
+    """Of three architectures in 16 bits, at 4,096 tokens; GPT-3's layer keeps 34 or 2 bytes of each of 12,288 channels.
+    """
+    layer = llama_layer(config.parse(["--preset", name]).model, 4096)
+    assert [round(saved_bytes(layer, mode) / 1e3) for mode in ("none", "selective")] == [none, selective]
+    gpt = gpt_layer(12288, 96, 2048)
+    assert [round(saved_bytes(gpt, mode) / 1e3) for mode in RECOMPUTE] == [1401, 418, 25]
+    assert recomputed_flops(gpt, "selective") / (3 * forward_flops(gpt)) == pytest.approx(0.009, abs=5e-4)
 
 
 SELECTIVE = Recompute("selective")
