@@ -3,7 +3,6 @@
 A line for each question: what was found, and what is expected. Errors are relative to fp64, |x - exact| / |exact|. A
 question that fails says how, and harms no other. The same runs on a CPU, in seconds, except for rates.
 """
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -14,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+import config
 import ep
 import fp8
 import operations
 from bench.rows import first_line, measure_seconds, relative_error
 from config import FP8_RECIPES
 from param import Spec, accumulate_product, parameter
+from run import start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Question = tuple[str, Callable[[], Any], str]  # what is asked, how to find out, what is expected
@@ -179,6 +180,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        raise SystemExit(print(__doc__))
+    try:
+        config.make_parser({}, __doc__, "python -m bench.probe_gpu").parse_args()  # there are no flags but --help
+    except ValueError as error:
+        start.refuse(error, "bench.probe_gpu")
     main()

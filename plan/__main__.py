@@ -306,6 +306,8 @@ class Flags:
 def print_help(command: str) -> None:
     """command: "" for all commands."""
     print(f"usage: {USAGE.replace('|'.join(COMMANDS), command) if command else USAGE}\n")
+    if not command:
+        print(__doc__)
     for name, one in COMMANDS.items():
         if command in ("", name):
             print(f"{name:8s} {one.answers}\n         python -m plan {name} {one.example}")

@@ -64,7 +64,7 @@ def test_what_a_document_links_is_linked_on_its_page(made):
                 wanted.add(".".join(path.with_suffix("").parts) + ".html")
         page = "index.html" if file == "docs/PLAYBOOK.md" else f"docs.{file[5:-3]}.html"
         assert wanted <= set(Page(made[page]).links), file
-    assert {"docs.NOTES.html", "docs.RESULTS.html", "docs.JOURNEY.html", "bench.probe.html"} <= set(
+    assert {"docs.NOTES.html", "docs.RESULTS.html", "bench.probe.html"} <= set(
         re.findall(r'href="([^"]+)"', made["index.html"].split("<h2>To read")[0]))
 
 

@@ -63,7 +63,7 @@ def test_every_bug_can_be_planted_as_a_puzzle(tmp_path, monkeypatch):
     monkeypatch.setattr(puzzles.shutil, "copytree", lambda *_, **__: None)
     for bug in tomllib.loads((ROOT / "tests" / "data" / "planted.toml").read_text())["bug"]:
         file = tmp_path / bug["file"]
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((ROOT / bug["file"]).read_text())
         puzzles.copy(bug, tmp_path)
         compile(file.read_text(), bug["file"], "exec")
