@@ -46,6 +46,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ from config import need, setting
 STAGES = "right", "training", "kernels", "nccl", "rest"
 RESULTS = "gpu-results"
 LEAST_S = 60  # no program begins with less time left
+END = b"\0end of the log\0"
 GRACE_S = 40  # in which a program that is asked to end does so: torchrun gives its ranks 30
 
 
@@ -169,21 +171,35 @@ def copy_files(there: str, here: str, replace: bool) -> None:
 @contextlib.contextmanager
 def logged(path: str) -> Iterator[None]:
     """All that this process and its children print goes to the end of the file, too."""
+    terminal, (read_end, write_end) = (os.dup(1), os.dup(2)), os.pipe()
+    thread = threading.Thread(target=copy_output, args=(read_end, path, terminal[0]))
     sys.stdout.flush()
-    terminal = os.dup(1), os.dup(2)
-    tee = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE)
     for number in 1, 2:
-        os.dup2(tee.stdin.fileno(), number)
+        os.dup2(write_end, number)
+    thread.start()
     try:
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        os.write(write_end, END)
+        thread.join()
         for number, saved in zip((1, 2), terminal):
             os.dup2(saved, number)
-            os.close(saved)
-        tee.stdin.close()
-        tee.wait()
+
+
+def copy_output(read_end: int, path: str, terminal: int) -> None:
+    """Copy what is written into a pipe to a file and to the terminal, up to END. The end of the pipe would not do:
+    processes that live as long as this one, such as multiprocessing's, hold it open."""
+    with open(path, "ab") as file, open(terminal, "wb", closefd=False) as screen:
+        is_last = False
+        while not is_last:
+            chunk = os.read(read_end, 1 << 20)  # all that is there: a pipe holds less, so END comes in one piece
+            is_last = chunk.endswith(END)
+            for copy in file, screen:
+                with contextlib.suppress(OSError):  # of a terminal that is gone
+                    copy.write(chunk.removesuffix(END))
+                    copy.flush()
 
 
 def describe_machine(properties) -> str:
