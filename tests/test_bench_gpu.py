@@ -290,22 +290,34 @@ def test_a_job_whose_results_are_fetched_from_elsewhere_goes_on_from_what_is_kep
     assert os.listdir("alone") == ["right.txt"] and sorted(os.listdir()) == ["alone", gpu.RESULTS, "job 1", "job 2"]
 
 
-def test_all_that_is_printed_is_in_the_log_too(tmp_path):
-    """Also what children and errors print."""
-    program = """
+PRINTS = """
 import os, sys
-from bench.gpu import logged
-with logged(sys.argv[1]):
-    print("printed")
-    os.system("echo a child")
-    print("an error", file=sys.stderr)
-print("afterwards")
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+if __name__ == "__main__":
+    from bench.gpu import logged
+    with logged(sys.argv[1]):
+        print("printed")
+        os.system("echo a child")
+        with ProcessPoolExecutor(1, get_context("forkserver")) as pool:  # its server lives on, and shares the output
+            pool.submit(os.system, "echo a worker").result()
+        print("an error", file=sys.stderr)
+        print("x" * 200_000)  # more than a pipe holds
+    print("afterwards")
 """
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", program, tmp_path / "log.txt"], cwd=ROOT, capture_output=True,
-                              text=True)
-        assert sorted(done.stdout.splitlines()) == ["a child", "afterwards", "an error", "printed"], done.stderr
-    assert sorted((tmp_path / "log.txt").read_text().splitlines()) == sorted(2 * ["a child", "an error", "printed"])
+
+
+def test_all_that_is_printed_is_in_the_log_too(tmp_path):
+    """Also what children and errors print, and if nobody reads the output."""
+    script = tmp_path / "prints.py"
+    script.write_text(PRINTS)
+    command, log = [sys.executable, script, tmp_path / "log.txt"], ["a child", "a worker", "an error", "printed"]
+    how = dict(env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, **how)
+    assert sorted(done.stdout.splitlines()) == sorted([*log, "x" * 200_000, "afterwards"]), done.stderr
+    shell = ["bash", "-c", '"$@" | true', "", *command]
+    subprocess.run(shell, stderr=subprocess.DEVNULL, **how)
+    assert sorted((tmp_path / "log.txt").read_text().splitlines()) == sorted(2 * [*log, "x" * 200_000])
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------------
