@@ -4,10 +4,13 @@ Each row says what to touch, and which tests to run then. ADDED and CHANGED have
 words alone: an entry in each table that it names, or other code in its files. Lion is README's own code.
 """
 import json
+import os
 import re
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -203,19 +206,28 @@ def test_a_layer_with_other_weights_is_trained_with_a_warning_that_names_what_to
 
 # ---- the tests that the rows name -----------------------------------------------------------------------------------
 
-def run_in(copy: Path, command: str, *more: str) -> None:
-    """A row's command, `pytest tests/…` or `python -m …`."""
+def words_of(command: str) -> list[str]:
+    """What follows `python` in a row's command, `pytest tests/…` or `python -m …`."""
     program, *words = shlex.split(command)
-    words = ["-m", "pytest", "-n", "0", "-q", "-x", *words] if program == "pytest" else words
-    done = python(*words, *more, root=copy, timeout=3000, PYTHONDONTWRITEBYTECODE="1")
+    return ["-m", "pytest", "-n", "0", "-q", "-x", *words] if program == "pytest" else words
+
+
+def run_in(copy: Path, command: str) -> None:
+    """By a Python of its own, as a user starts it: tests of the copy have their own pool, and Triton's interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which names this checkout
+    done = subprocess.run([sys.executable, *words_of(command)], cwd=copy, env=env, capture_output=True, text=True,
+                          timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_the_nearest_tests_of_what_is_added_pass(added):
     """Those that are quick, and ask of every entry of a table what holds for all. The rules of the house, too."""
-    run_in(added, "pytest " + " ".join(f"tests/test_{name}.py" for name in ("pp", "zero", "cp", "house", "config")),
-           "-k", "house or lion or (in-turn and happens) or would_not or all_schedules or (cover and around) "
-                 "or a_rule_names")
+    files = " ".join(f"tests/test_{name}.py" for name in ("pp", "zero", "cp", "house", "config"))
+    chosen = ("house or lion or (in-turn and happens) or would_not or all_schedules or (cover and around) "
+              "or a_rule_names")
+    done = python(*words_of(f"pytest {files}"), "-k", chosen, root=added)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"^[1-9]\d+ passed", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
