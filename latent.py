@@ -23,9 +23,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from config import Model, need, parse
+from config import Model, need
 from operations import RMSNorm, rotate_tail
 from param import Spec
+from rules import parse
 from tp import ColumnParallelLinear, MakeParameter, RowParallelLinear, TensorParallel
 
 NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in forward, and sum no gradient in backward

@@ -55,6 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 import config
+import rules
 import schedules
 import train
 from bench import smoke
@@ -401,7 +402,7 @@ def bench_pp() -> None:
 def build_experts(how: str, group: Group) -> Step:
     """Forward and backward of a layer of 8 experts, 2 per token, 512 wide, 1024 inside; gradients accumulate. how:
     "ours", or the name of transformers' implementation."""
-    model = config.parse("--hidden 512 --heads 8 --kv-heads 8 --ffn 1024 --experts 8 --top-k 2".split()).model
+    model = rules.parse("--hidden 512 --heads 8 --kv-heads 8 --ffn 1024 --experts 8 --top-k 2".split()).model
     x, dy = (torch.randn(EP_TOKENS, model.hidden, device=device) for _ in range(2))
     if how == "ours":
         E, H, F = model.experts, model.hidden, model.expert_ffn
@@ -469,7 +470,7 @@ def gather_and_save(tensors: list[Tensor], path: str) -> None:
 def bench_checkpoint() -> None:
     """Saving the optimizer's state, without the check that files can be read back, beside torch.distributed.checkpoint
     of each rank's shards and torch.save of the gathered state. Sizes are fixed, so there are no flags."""
-    settings = config.parse(CHECKPOINT_MODEL.split(), dist.get_world_size())
+    settings = rules.parse(CHECKPOINT_MODEL.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = build(settings, groups)
     shards = [tensor for bucket in optimizer.buckets for tensor in bucket.state.values()]

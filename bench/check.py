@@ -24,6 +24,7 @@ import flash
 import fp8
 import kernels
 import operations
+import rules
 from bench.rows import Row, Worker, first_line, relative_error
 from operations import Mask, rotate_and_split
 from param import IGNORED, acc_dtype
@@ -100,7 +101,7 @@ def check(name: str, preset: str) -> list[tuple[str, ...]]:
     """Lines of the table."""
     def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
         kernel[grid](*args, **options)  # after kernels.launch torch would compute what does not run
-    ours, torchs, shapes = cases(config.parse(["--preset", preset]).model)[name]
+    ours, torchs, shapes = cases(rules.parse(["--preset", preset]).model)[name]
     torch.manual_seed(0)
     inputs, rows = [torch.randn(shape).to(DEVICE, DTYPE) for shape in shapes], []
     with patch.object(kernels, "launch", launch), patch.object(flash, "launch", launch):
@@ -122,7 +123,7 @@ def main(arguments: list[str]) -> None:
     config.need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
     preset, worker = flags.preset or ("llama-3.1-8b" if ON_GPU else "tiny"), Worker()
     rows = [("kernel", "shapes", "its error", "torch's", "verdict")]
-    for name in cases(config.parse(["--preset", preset]).model):  # on a GPU in processes that a failure may end
+    for name in cases(rules.parse(["--preset", preset]).model):  # on a GPU in processes that a failure may end
         found = worker.measure(Row(name, partial(check, name, preset)), 60) if ON_GPU else check(name, preset)
         rows += [(name, "", "", "", f"does not run: {found}")] if isinstance(found, str) else found
     where = torch.cuda.get_device_name() if ON_GPU else "CPU, interpreted"

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import collectives
 import config
+import rules
 import train
 from config import need, setting
 from run import device, job, log
@@ -62,7 +63,7 @@ def parse(arguments: list[str], ranks: int) -> tuple[list[str], str]:
     grids = []
     for grid in settings.grids.split(";"):
         try:
-            config.parse(f"{COMMON} {grid}".split(), ranks)
+            rules.parse(f"{COMMON} {grid}".split(), ranks)
             grids.append(grid.strip())
         except ValueError:
             if settings.grids != Flags().grids:
@@ -91,7 +92,7 @@ def train_grid(flags: str, where: torch.device, store: dist.Store | None) -> lis
     losses, write = [], log.Log.write
     keep = patch.object(log.Log, "write", lambda self, record: (losses.append(record["loss"]), write(self, record)))
     with keep, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        settings = config.parse(f"{COMMON} {flags}".split(), int(os.environ.get("WORLD_SIZE", 1)))
+        settings = rules.parse(f"{COMMON} {flags}".split(), int(os.environ.get("WORLD_SIZE", 1)))
         device.check_device(settings, where)
         samples = open_samples(settings, settings.data.data, settings.optim.seed)
         with collectives.world(where, 120, store) if store else contextlib.nullcontext():

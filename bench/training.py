@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import config
+import rules
 import train
 from bench.rows import Result
 from param import Source, box_shape
@@ -24,7 +25,7 @@ from run.data import open_samples
 
 
 def settings_of(flags: str, steps: int = 10) -> config.Config:
-    return config.parse(f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= {flags}".split())
+    return rules.parse(f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= {flags}".split())
 
 
 # ---- a run and its kernels ------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from torch.distributed import TCPStore
 
 import config
 import ep
+import rules
 import schedules
 import train
 from collectives import ALONE
@@ -504,7 +505,7 @@ class Recorder(Meter):
 
 def steps() -> Figure:
     """Live bytes in the first four steps, by kind, counted after every operation of a small Llama on one process."""
-    settings = config.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
+    settings = rules.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
     device = torch.device("cpu")
     groups = build_groups(settings.grid, settings.model)
     samples = open_samples(settings, [], 0)
@@ -564,7 +565,7 @@ def as_rank(rank: int, ranks: int, port: int, flags: list[str], log: str) -> Non
     torch.set_num_threads(1)
     with open(log, "a") as file:
         sys.stdout = sys.stderr = file
-        train.main(config.parse(flags, ranks))
+        train.main(rules.parse(flags, ranks))
 
 
 def train_runs(common: str, runs: dict[str, tuple[int, str]]) -> Figure:

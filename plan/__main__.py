@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import config
+import rules
 from config import need, setting
 from plan import costs, machines, scaling, search, time
 from plan.machines import MACHINES, read_machine
@@ -58,7 +59,7 @@ def changed(run: Run, section: str, **values) -> Run | None:
     settings = search.replaced(copy.deepcopy(run.settings), section, **values)
     grid = settings.grid
     try:
-        config.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
+        rules.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
     except ValueError:
         return None
     return run._replace(settings=settings)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import config
+import rules
 from config import Config, need
 from plan import costs, time
 from plan.machines import MACHINES, Level, Machine, card_of
@@ -77,7 +78,7 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
         chunks = base.grid.chunks or SCHEDULES[base.grid.schedule].chunks
         base = replace(replaced(base, "grid", **axes, grid="given", chunks=chunks if pp > 1 else 1),
                        ranks=math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
-        config.check_grid(base)
+        rules.check_grid(base)
     except ValueError as error:
         rejected[kind_of(error)] += 1
         return
@@ -93,10 +94,10 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
             settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
                                 chunks=chunks)
             try:
-                config.check_grid(settings)
-                config.check_batch(settings)
+                rules.check_grid(settings)
+                rules.check_batch(settings)
                 if "schedule" in given:
-                    config.check_schedule(settings)
+                    rules.check_schedule(settings)
             except ValueError as error:
                 rejected[kind_of(error)] += 1
                 continue
@@ -181,7 +182,7 @@ def nearest(run: Run, gpus: int, given: Mapping[str, Any] | None = None) -> str:
         if any_fits(run, more, {name: value for name, value in given.items() if name != "dp"}):
             advice.append(f"use {more} ranks")
             break
-    models = [config.parse(["--preset", name]).model for name in config.PRESETS]
+    models = [rules.parse(["--preset", name]).model for name in config.PRESETS]
     models.sort(key=lambda model: costs.parameters(model).total, reverse=True)
     size = costs.parameters(run.settings.model).total
     for model in (model for model in models if costs.parameters(model).total < size):
@@ -225,7 +226,7 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
               f"fits with probability {best.fits:.2f}, limit {best.limit()}")
     if len(found) > 1:
         reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
-    return config.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.before_defaults), reason
+    return rules.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.before_defaults), reason
 
 
 def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:

@@ -33,6 +33,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import config
+import rules
 import schedules
 from config import Config, need, padded_length
 from plan import costs, memory
@@ -552,13 +553,13 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
 
 
 def parse(flags: list[str], gpus: int) -> Config:
-    """As config.parse, which does not read models and checkpoints; run/start.py does."""
+    """As rules.parse, which does not read models and checkpoints; run/start.py does."""
     given = config.read(flags)
     for name in ("init_from", "resume"):
         path = given.get(name)
         need(not path, f"{config.flag(name)} {path}: plan reads neither models nor checkpoints: give --preset or the "
              "model's flags")
-    return config.parse(flags, gpus)
+    return rules.parse(flags, gpus)
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import config
+import rules
 from config import FIELDS, PRESETS, Config, flag, is_of_kind, need, problem_of
 from run import huggingface
 
@@ -40,7 +41,7 @@ GPUS = "/proc/driver/nvidia/gpus"  # a folder for each GPU of this machine
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 def parse(arguments: list[str], world: int = 1) -> Config:
-    """config.parse, with what these flags inherit. Raises ValueError also for a checkpoint that cannot be resumed, and
+    """rules.parse, with what these flags inherit. Raises ValueError also for a checkpoint that cannot be resumed, and
     for an --export-hf that could not be written after the last step."""
     flags, inherited, owner, model = config.read(arguments), None, "", {}
     resume = flags.get("resume", "")
@@ -57,7 +58,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         if folder := flags.get("init_from"):
             inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
             owner = f"of --init-from {folder}"
-    settings = config.parse(arguments, world, inherited, owner)
+    settings = rules.parse(arguments, world, inherited, owner)
     check_paths(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
         huggingface.check_weights(settings.run.init_from, settings.model, settings.run.insist)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from watch import in_order
 
 import config
+import rules
 import train
 from collectives import ALONE
 from plan import search
@@ -121,7 +122,7 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
     straight = f"--micro-batch 24 --steps {len(chain)} --out {tmp_path / 'straight'}"
     pool.run(1, "runs:run", flags=f"{flags} {straight}")
     for step, (ranks, grid) in enumerate(chain, 1):
-        dp = config.parse(f"{flags} {ONE} {grid} --out {tmp_path}".split(), ranks).grid.dp
+        dp = rules.parse(f"{flags} {ONE} {grid} --out {tmp_path}".split(), ranks).grid.dp
         grid = f"{ONE} {grid} --micro-batch {48 // dp // (4 if dp == 1 else 2)}"
         said = pool.run(ranks, "runs:run",
                         flags=f"{flags} {grid} --steps {step} --out {tmp_path / 'chain'} --resume auto")[0]
@@ -258,7 +259,7 @@ def test_copies_of_gpus_are_queued_before_the_event_that_the_thread_waits_for(mo
 
 def share(flags: str, folder: str) -> tuple[int, int, int]:
     """(bytes that this rank writes, bytes of its copies, bytes of all ranks) in a run on this grid."""
-    groups, model, optimizer = grids.build(config.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size()), "fp32")
+    groups, model, optimizer = grids.build(rules.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size()), "fp32")
     pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
     saver = checkpoint.Saver(folder, pieces, 0, host_group(60))
     return (sum(piece.values.nbytes for piece in saver.stage.pieces),
@@ -307,7 +308,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
     """pp 4 x dp 32 x tp 8 at ZeRO level 1, on tensors without memory; data ranks differ in their shards alone. DCP
     raises ValueError if a tensor is not whole."""
     pp, dp, tp = 4, 32, 8
-    settings = config.parse(f"--preset llama-3.1-70b --dtype bf16 --pp {pp} --tp {tp} --zero 1 --global-batch {dp} "
+    settings = rules.parse(f"--preset llama-3.1-70b --dtype bf16 --pp {pp} --tp {tp} --zero 1 --global-batch {dp} "
                             f"--seq 4096 --data {tokens}".split(), pp * dp * tp)
     plans, seconds = [], []
     for stage, shard in product(range(pp), range(tp)):
@@ -568,7 +569,7 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
              global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
              val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1):
         settings, on_four = start.parse(called[0]), start.parse(called[1], 4)
-    assert replace(settings.grid, cp_style="allgather") == config.parse([]).grid
+    assert replace(settings.grid, cp_style="allgather") == rules.parse([]).grid
     assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
     assert settings.data.val_data == [] and settings.optim.optimizer == "sgd" and settings.precision.moments != "bf16"
     assert on_four.grid.dp == on_four.batch.global_batch == 4
@@ -596,7 +597,7 @@ def test_a_checkpoint_is_evaluated_without_a_step_and_metrics_are_left_alone(tra
 
 
 def log_to(path: Path) -> Log:
-    return Log(config.parse(f"--dtype fp32 --metrics {path}".split()), grids.NO_GROUPS, torch.device("cpu"))
+    return Log(rules.parse(f"--dtype fp32 --metrics {path}".split()), grids.NO_GROUPS, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("before, after", [

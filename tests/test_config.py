@@ -15,11 +15,12 @@ from program import ROOT, python
 from torch.distributed.run import get_args_parser
 
 import config
+import rules
 from plan import costs
 from run import start
 
 LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
-WRONG = [  # ranks, command line, what the line must say; but for those that config.rules, choices or ranges refuse
+WRONG = [  # ranks, command line, what the line must say; but for those that rules.every_rule, choices or ranges refuse
     (8, "16", "16: unknown flag"),
     (8, "--dp", "--dp: expected one argument"),
     (8, "--cp 2 --pp 2 --dp 4",
@@ -130,8 +131,8 @@ REFUSED = [changed(field) for field in config.FIELDS.values() if field.metadata[
 
 
 def what_refuses(line: str) -> int | None:
-    """The number of the rule that refuses a command line, in the order of `config.rules`; None: no rule does."""
-    rules, refused_by = config.rules, []
+    """The number of the rule that refuses a command line, in the order of `rules.every_rule`; None: no rule does."""
+    every_rule, refused_by = rules.every_rule, []
 
     def check(number, rule, c):
         try:
@@ -142,26 +143,26 @@ def what_refuses(line: str) -> int | None:
 
     def watched(c):
         return [SimpleNamespace(setting=rule.setting, check=partial(check, number, rule))
-                for number, rule in enumerate(rules(c))]
+                for number, rule in enumerate(every_rule(c))]
 
-    with patch.object(config, "rules", watched):
+    with patch.object(rules, "every_rule", watched):
         what_is_said(line)
     return refused_by[0] if refused_by else None
 
 
 def test_every_rule_refuses_a_command_line():
-    assert sorted(map(what_refuses, REFUSED)) == list(range(len(config.rules(config.parse([])))))
+    assert sorted(map(what_refuses, REFUSED)) == list(range(len(rules.every_rule(rules.parse([])))))
 
 
 @pytest.mark.parametrize("refused", REFUSED)
 def test_a_rule_names_flag_and_value_and_what_would_work(refused, monkeypatch):
     """The divisors that it proposes it accepts, and no other rule says the same."""
-    rules, number = config.rules, what_refuses(refused)
-    line, rule = what_is_said(refused), rules(config.parse([]))[number]
+    every_rule, number = rules.every_rule, what_refuses(refused)
+    line, rule = what_is_said(refused), every_rule(rules.parse([]))[number]
     asked, _, others = refused.partition(" --")
     name, _, value = asked.partition(" ")
     assert line.startswith(asked) and "\n" not in line
-    if isinstance(rule, config.Divides):
+    if isinstance(rule, rules.Divides):
         proposed = re.search(r"use (?:one of )?([\d, ]+\d)", line)[1].split(", ")
         assert value not in proposed
         for works in proposed:
@@ -169,7 +170,7 @@ def test_a_rule_names_flag_and_value_and_what_would_work(refused, monkeypatch):
             assert f"divide {rule.what} " not in said
     else:
         assert line == f"{asked} needs {rule.missing}"
-    monkeypatch.setattr(config, "rules", lambda c: [rule for i, rule in enumerate(rules(c)) if i != number])
+    monkeypatch.setattr(rules, "every_rule", lambda c: [rule for i, rule in enumerate(every_rule(c)) if i != number])
     assert what_is_said(refused) != line
 
 
@@ -255,19 +256,19 @@ def test_the_value_of_a_flag_may_begin_with_an_at_sign(tmp_path):
     file = tmp_path / "flags"
     file.write_text("--seq 8 --sample\n@property")
     for words in ["--sample", "@dataclass"], ["--sample=@dataclass"]:
-        assert config.parse(words).run.sample == "@dataclass"
-    parsed = config.parse(["--tied", f"@{file}", "--data", __file__, f"@{file}"])
+        assert rules.parse(words).run.sample == "@dataclass"
+    parsed = rules.parse(["--tied", f"@{file}", "--data", __file__, f"@{file}"])
     assert (parsed.batch.seq, parsed.run.sample, parsed.data.data) == (8, "@property", [__file__])
 
 
 @pytest.mark.parametrize("preset", [name for name, values in config.PRESETS.items() if values.get("experts")])
 def test_without_experts_a_preset_is_its_dense_model(preset):
     """Whatever else it says of them. So it is without latent attention."""
-    dense = config.parse(["--preset", preset, "--experts", "0"])
+    dense = rules.parse(["--preset", preset, "--experts", "0"])
     assert costs.parameters(dense.model).experts == dense.model.shared_experts == dense.optim.bias_rate == 0
     assert dense.model.ffn == config.PRESETS[preset]["ffn"]
     if dense.model.kv_lora_rank:
-        heads = config.parse(["--preset", preset, "--kv-lora-rank", "0"]).model
+        heads = rules.parse(["--preset", preset, "--kv-lora-rank", "0"]).model
         assert costs.attention_elements(heads) == heads.hidden * 4 * heads.heads * heads.head_dim
 
 
@@ -284,7 +285,7 @@ def test_without_experts_a_preset_is_its_dense_model(preset):
     (8, "--zero 3 --dp-replicate 4"), (4, "--dp 2 --cp 2 --zero 1 --dp-replicate 2"),
     (1, "--offload activations --recompute full")])
 def test_what_is_just_within_a_limit_is_accepted(ranks, line):
-    config.parse(line.split(), ranks)
+    rules.parse(line.split(), ranks)
 
 
 @pytest.mark.parametrize("flags, ranks, micro_batch", [
@@ -294,7 +295,7 @@ def test_what_is_just_within_a_limit_is_accepted(ranks, line):
     ("--pp 2 --tp 2 --seq 5", 4, 4), ("--pp 2 --tp 2 --seq 5 --global-batch 4", 4, 2)])
 def test_without_a_micro_batch_a_pipeline_is_filled(flags, ranks, micro_batch):
     """With 2 pp micro-batches, or as near to it as the batch and tensor parallelism allow."""
-    assert config.parse(f"{flags} --data {__file__}".split(), ranks).batch.micro_batch == micro_batch
+    assert rules.parse(f"{flags} --data {__file__}".split(), ranks).batch.micro_batch == micro_batch
 
 
 def test_a_wrong_file_of_flags_is_one_line(tmp_path):
@@ -363,31 +364,31 @@ def test_flags_can_be_written_in_every_way(tmp_path):
     file = tmp_path / "run.args"
     file.write_text("\ufeff--seq 64   # tokens\n--doc_mask\n\n# more\n--betas 0.8,0.9")
     for line in ("--global-batch 32 --seq 64", "--global_batch 32 --seq=64", "--global_batch=32 @" + str(file)):
-        parsed = config.parse(line.split(), 2)
+        parsed = rules.parse(line.split(), 2)
         assert (parsed.batch.global_batch, parsed.batch.seq, parsed.batch.micro_batch) == (32, 64, 16)
     assert parsed.data.doc_mask and parsed.optim.betas == (0.8, 0.9)
-    assert config.parse(["--metrics=my_run.jsonl"]).run.metrics == "my_run.jsonl"
+    assert rules.parse(["--metrics=my_run.jsonl"]).run.metrics == "my_run.jsonl"
 
 
 def test_a_preset_fills_the_model_and_any_field_overrides_it():
     """Experts are balanced as in DeepSeek-V3's report, section 4.2: update speed 0.001, balance factor 0.0001."""
-    model = config.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
+    model = rules.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
     assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)
     for flags, bias_rate in ("", 0.001), (" --bias-rate 0", 0):
-        optim = config.parse(f"--preset deepseek-v3{flags}".split()).optim
+        optim = rules.parse(f"--preset deepseek-v3{flags}".split()).optim
         assert (optim.bias_rate, optim.aux_loss, optim.aux_over) == (bias_rate, 0.0001, "sequence")
 
 
 def test_choices_left_open_are_made():
-    parsed = config.parse([], 8)
+    parsed = rules.parse([], 8)
     assert (parsed.grid.dp, parsed.batch.micro_batch, parsed.model.head_dim) == (8, 2, 32)
     assert (parsed.optim.lr, parsed.optim.min_lr) == (2e-3, 2e-4)
-    assert config.parse(["--preset", "llama-3.1-8b"]).optim.lr == pytest.approx(3e-4, rel=0.03)
-    assert config.parse(["--batch-ramp", "16@0,24@9"]).batch.micro_batch == 8  # which divides both
-    assert [config.parse(["--steps", steps]).optim.warmup for steps in ("9", "50", "200", "9999")] == [0, 5, 20, 20]
-    assert config.parse("--experts 4 --ffn 40".split()).model.expert_ffn == 40
+    assert rules.parse(["--preset", "llama-3.1-8b"]).optim.lr == pytest.approx(3e-4, rel=0.03)
+    assert rules.parse(["--batch-ramp", "16@0,24@9"]).batch.micro_batch == 8  # which divides both
+    assert [rules.parse(["--steps", steps]).optim.warmup for steps in ("9", "50", "200", "9999")] == [0, 5, 20, 20]
+    assert rules.parse("--experts 4 --ffn 40".split()).model.expert_ffn == 40
     for vocab, dtype in (2**16, "uint16"), (2**16 + 1, "uint32"):  # the largest token is vocab - 1
-        assert config.parse(["--vocab", str(vocab)]).data.data_dtype == dtype
+        assert rules.parse(["--vocab", str(vocab)]).data.data_dtype == dtype
 
 
 def test_torchrun_lets_every_flag_through_and_help_shows_it_with_its_default():

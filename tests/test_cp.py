@@ -19,6 +19,7 @@ import collectives
 import config
 import cp
 import operations
+import rules
 import train
 from collectives import ALONE
 from config import CP_STYLES, padded_length
@@ -133,7 +134,7 @@ def test_pieces_of_a_document_are_dealt_zig_zag(c, ranks):
 
 def test_a_run_splits_the_documents_that_it_reads():
     """Among 2 neighbourhoods of 2 ranks."""
-    settings = config.parse("--cp 4 --cp-style ring --cp-ulysses 2 --cp-zigzag document --doc-mask".split(), 4)
+    settings = rules.parse("--cp 4 --cp-style ring --cp-ulysses 2 --cp-zigzag document --doc-mask".split(), 4)
     documents = packed(2, 64, 10, seed=0)
     batch = MicroBatch(documents * 100, documents * 100 + 1, places_in_documents(documents), documents)
     samples = SimpleNamespace(step=lambda *arguments: [batch])
@@ -378,7 +379,7 @@ def test_the_pieces_of_all_ranks_on_one_device_equal_attention_at_once(style, de
     ("--cp 2 --head-dim 12 --attention math", ""), ("--cp 2 --head-dim 12 --cp-style ulysses", ""),
     ("--head-dim 12", ""), ("--cp 2 --head-dim 256", "")])
 def test_heads_that_torchs_kernel_for_gpus_does_not_take_are_refused(flags, line):
-    settings = config.parse(flags.split(), 2)
+    settings = rules.parse(flags.split(), 2)
     with pytest.raises(ValueError, match=f"^{line}") if line else nullcontext():
         device.check_device(settings, torch.device("cuda"))
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from runs import run
 
-import config
+import rules
 from run import data
 from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
 
@@ -223,7 +223,7 @@ def test_validation_data_are_of_the_kind_of_the_training_data_and_read_end_to_en
     for given, validated in (__file__, low), (low, __file__):
         with pytest.raises(ValueError, match="^--val-data: is text and --data token files, or the other way round"):
             run(f"{flags} {given} --val-data {validated}")
-    settings = config.parse(f"{flags} {low} {high} --data-weights 3,1 --val-data {high} {low}".split())
+    settings = rules.parse(f"{flags} {low} {high} --data-weights 3,1 --val-data {high} {low}".split())
     samples = data.open_samples(settings, settings.data.val_data, None)
     assert samples.micro_batch([*range(9)]).tokens.flatten().tolist() == [*range(100, 140), *range(40)][:9 * 8]
 
@@ -391,7 +391,7 @@ def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
     (tmp_path / "a.txt").write_text("text" * 99)
 
     def opened(where: str) -> Samples:
-        settings = config.parse([f"--{name}", f"{tmp_path}/{where}", "--seq", "8"])
+        settings = rules.parse([f"--{name}", f"{tmp_path}/{where}", "--seq", "8"])
         return data.open_samples(settings, [str(tmp_path)], 0)
     for where in "sub/x", "":
         with pytest.raises(ValueError, match=f"^--{name} {tmp_path / where}: is in {tmp_path}, whose text it would ch"):

@@ -7,7 +7,7 @@ import re
 import grids
 import pytest
 
-import config
+import rules
 import train
 from groups import build_groups
 
@@ -51,7 +51,7 @@ def test_a_demo_shows_what_its_file_claims(pool, file, ranks, shown):
 
 def parameters_at_tp_2() -> dict[str, tuple[str, str, str]]:
     """What train.py builds on this rank with its defaults: name -> (global shape, how tp shards it, local shape)."""
-    settings = config.parse("--tp 2 --device cpu --dtype fp32".split(), 2)
+    settings = rules.parse("--tp 2 --device cpu --dtype fp32".split(), 2)
     model = train.build_model(settings, build_groups(settings.grid, settings.model), "cpu")
     return {p.spec.name: (str(p.spec.shape), str(p.spec.along["tp"]), str(tuple(p.shape))) for p in model.parameters()}
 

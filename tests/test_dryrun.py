@@ -16,6 +16,7 @@ from program import python
 import collectives
 import config
 import ep
+import rules
 import train
 from collectives import Pending
 from groups import build_groups
@@ -65,7 +66,7 @@ def uniform_choice(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
 def measured(flags: str) -> dryrun.DryRun:
     """What this rank measures, on fake tensors in a fake world, else on real ones. Real sends, too, end before the next
     action: gloo waits for them here, since it does not say when they have ended."""
-    settings = config.parse(flags.split(), dist.get_world_size())
+    settings = rules.parse(flags.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
     if dist.get_backend() == "fake":
         with dryrun.fake_tensors():
@@ -99,11 +100,11 @@ def test_dry_runs_and_formulas_are_of_the_largest_batch_of_a_ramp():
     small, batch = f"{BASE} --layers 1 --micro-batch 4 --pp 1", "--batch-ramp 8@0,16@9,8@99"
     ramp, constant = (measured_on(f"{small} {flags}", 2, 0) for flags in (batch, ""))
     assert (ramp.flops, ramp.peak) == (constant.flops, constant.peak) and constant.calls["dp"]["allreduce_"] > 1
-    count = costs.parameters(config.parse(small.split(), 2).model).total
+    count = costs.parameters(rules.parse(small.split(), 2).model).total
     for kind, nbytes in ("weights", 4), ("gradients", 4), ("optimizer", 8):  # in fp32 weights are their own masters
         assert constant.peak_of_kind[kind] == pytest.approx(nbytes * count, rel=1e-3)
     for flags in small, f"{BASE} --pp 2 --dp 1 --schedule afab":
-        whole, ramped = (config.parse(f"{flags} {more}".split(), 2) for more in ("", f"--global-batch 8 {batch}"))
+        whole, ramped = (rules.parse(f"{flags} {more}".split(), 2) for more in ("", f"--global-batch 8 {batch}"))
         assert device.memory_of_rank(whole, 0) == device.memory_of_rank(ramped, 0)
 
 
@@ -175,7 +176,7 @@ def test_the_command_prints_a_page():
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0] == "device  none (dry run), 16 ranks, bf16" and "rank 9 needs about" in ended.stdout
-    formula = device.memory_of_rank(config.parse(f"{flags} --dtype bf16".split(), 16), 1)  # of the last stage
+    formula = device.memory_of_rank(rules.parse(f"{flags} --dtype bf16".split(), 16), 1)  # of the last stage
     assert any(line.split()[:1] == ["activations"] and format_bytes(formula["activations"]) in line for line in lines)
     assert "    FIFIWW" in lines  # micro-batches of the last pipeline rank
     # 2 layers of 2 micro-batches: counts, experts, tokens, gates and results, and the gradients of the last three
@@ -186,7 +187,7 @@ def test_attention_by_our_kernel_has_the_flops_and_bytes_of_torchs(capsys):
     """Which --attention math has not: it saves scores. No GPU is asked for, nor Triton's interpreter."""
     pages = {}
     for attention in ("triton", "sdpa", "math"):
-        train.main(config.parse(f"--dry-run 0/1 --layers 1 --attention {attention}".split()))
+        train.main(rules.parse(f"--dry-run 0/1 --layers 1 --attention {attention}".split()))
         pages[attention] = capsys.readouterr().out.split("\nmemory")[1]
     assert pages["triton"] == pages["sdpa"] != pages["math"]
 
@@ -211,7 +212,7 @@ def test_the_page_is_what_was_found():
 @pytest.mark.timing
 def test_llama_405b_on_16384_ranks_takes_less_than_a_minute(capsys):
     began = time.process_time()
-    train.main(config.parse("--dry-run 16383/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 "
+    train.main(rules.parse("--dry-run 16383/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 "
                             "--seq 131072 --global-batch 128 --micro-batch 1".split()))
     assert time.process_time() - began < 60
     assert "dry run rank 16383 of 16,384 (pp 15 of 16" in capsys.readouterr().out
@@ -259,7 +260,7 @@ PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --
     *(pytest.param(*planned, id=f"{number}") for number, planned in enumerate(PLANNED)),
     *(pytest.param(*planned, marks=pytest.mark.slow) for planned in PLANNED_SLOW)])
 def test_the_formulas_are_the_dry_runs_peak(flags, rank):
-    settings = config.parse(flags.split(), 8)
+    settings = rules.parse(flags.split(), 8)
     found = measured_on(flags, 8, rank * (8 // settings.grid.pp))
     formula = device.memory_of_rank(settings, rank)
     assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)

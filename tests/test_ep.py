@@ -16,6 +16,7 @@ from watch import Watch, in_order, reads_values
 import collectives
 import config
 import ep
+import rules
 import train
 import zero
 from collectives import ALONE
@@ -37,7 +38,7 @@ B, S = 8, 6
 
 def make_layer(flags: str, group, dtype=torch.float64) -> MixtureOfExperts:
     """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
-    settings = config.parse(flags.split())
+    settings = rules.parse(flags.split())
     optim, groups = settings.optim, {"ep": group, "edp": ALONE}
     balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
     layer = MixtureOfExperts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), groups, balance)
@@ -77,7 +78,7 @@ def on_ranks(kind: str) -> dict:
 @pytest.mark.parametrize("n", [1, 2, *slow(4, 8)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
-    settings = config.parse(KINDS[kind].split())
+    settings = rules.parse(KINDS[kind].split())
     weights = {weight.spec.name: weight for weight in make_layer(KINDS[kind], ALONE).parameters()}
     x = inputs().requires_grad_()
     mixture = reference.mixture(x, weights, "layers.0.", torch.zeros(8), settings.model)

@@ -28,6 +28,7 @@ from watch import in_order
 
 import collectives
 import config
+import rules
 import train
 import zero
 from run import checkpoint, faults, job, ranks, start
@@ -503,7 +504,7 @@ def test_ranks_that_do_not_meet_are_told_why_in_one_line(monkeypatch, capsys, er
     monkeypatch.setattr(faults.Stop, "listen", lambda self: None)
     with (patch.object(job, "meet", side_effect=error("rank 1 has not started in 9 s")),
           patch.object(faults.os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit),
-          job.started(config.parse([]))):
+          job.started(rules.parse([]))):
         pass
     assert capsys.readouterr().err == "train.py: rank 0 failed before the first step: rank 1 has not started in 9 s\n"
 

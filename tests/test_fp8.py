@@ -31,6 +31,7 @@ import ep
 import fp8
 import kernels
 import param
+import rules
 import tp
 import train
 from config import FP8_RECIPES
@@ -374,7 +375,7 @@ def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts, seq
     """In fp32: storages that live until the loss is gone, and with it the graph. Each expert's columns are padded to
     whole blocks of tokens, which matters less the more tokens there are."""
     flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} --seq {seq} {experts} --recompute {mode} --fp8 {name}"
-    settings = config.parse(flags.split())
+    settings = rules.parse(flags.split())
     _, model, _ = grids.build(settings)
     window, meter = torch.randint(97, (1, seq + 1)), Meter()
     angles = sum(part.nbytes for part in model.angles_in_sequence(seq, window.device))  # which stay
@@ -391,7 +392,7 @@ def test_a_parameter_has_the_bytes_of_the_table():
     flags = MODEL.replace("--dtype fp64", "--dtype bf16").replace("--optimizer sgd", "")
     for moments, total in ("auto", 20), ("bf16", 16):
         for name in FP8_RECIPES:
-            settings = config.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
+            settings = rules.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
             meter = Meter()
             with meter:
                 groups, model, optimizer = grids.build(settings)
@@ -550,7 +551,7 @@ for name, recipe in config.FP8_RECIPES.items():
 ])
 def test_extents_that_fp8_matmuls_do_not_take_are_refused(flags, line):
     with pytest.raises(ValueError, match=f"^.*{line}.*$"):
-        config.parse(flags.split(), 2)
+        rules.parse(flags.split(), 2)
 
 
 ONE_SCALE = [name for name, recipe in FP8_RECIPES.items() if not recipe.blocks]
@@ -562,18 +563,18 @@ def test_gpus_without_it_are_refused(monkeypatch, capability, fits):
     gpu, other = torch.device("cuda"), ", or " + " or ".join(f"--fp8 {name}" for name in fits) if fits else ""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    device.check_device(config.parse([]), gpu)
+    device.check_device(rules.parse([]), gpu)
     for name in FP8_RECIPES:
         line = f"^--fp8 {name}: cannot run on a GPU: use a Hopper GPU, or --fp8 none{other}$"
         with nullcontext() if name in fits else pytest.raises(ValueError, match=line):
-            device.check_device(config.parse(f"{MODEL} --dtype bf16 --fp8 {name}".split()), gpu)
+            device.check_device(rules.parse(f"{MODEL} --dtype bf16 --fp8 {name}".split()), gpu)
 
 
 def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
     """The block of multi-token prediction is none of them."""
     tokens = torch.arange(32)[None]
     for flags, layers in ("--no-fp8-ends --mtp", [1, 2]), ("--mtp", [0, 1, 2, 3]):
-        settings = config.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
+        settings = rules.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
         _, model, _ = grids.build(settings)
         model(tokens, labels=tokens, next_tokens=tokens, next_labels=tokens)
         names = {weight.spec.name for weights in model.blocks["1"].attention.qkv.mm.cache for weight in weights}
@@ -584,7 +585,7 @@ def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
 
 def test_latents_are_made_in_16_bits():
     """The matrices of what is narrow, which no tensor parallel rank has a part of; those that read them are in FP8."""
-    settings = config.parse(f"{MODEL} --dtype bf16 --fp8 blockwise {pairs.WIDE_LATENT} --layers 1".split())
+    settings = rules.parse(f"{MODEL} --dtype bf16 --fp8 blockwise {pairs.WIDE_LATENT} --layers 1".split())
     attention = grids.build(settings)[1].blocks["0"].attention
     assert attention.to_latents.mm is MATMUL
     assert {type(linear.mm) for linear in (attention.q_up, attention.kv_up, attention.out)} == {Fp8}
@@ -607,7 +608,7 @@ def test_weight_gradients_are_added_to_fp32_without_being_rounded():
 def test_text_is_sampled_without_fp8():
     tokens, found = torch.arange(32)[None], []
     for flags in "--fp8 tensorwise", "":
-        _, model, _ = grids.build(config.parse(f"{MODEL} --dtype bf16 {flags}".split()))
+        _, model, _ = grids.build(rules.parse(f"{MODEL} --dtype bf16 {flags}".split()))
         with torch.no_grad():
             before = model(tokens)
             sample(model, tokens, 1)
@@ -635,7 +636,7 @@ def trained() -> list[float]:
     once, as torch's are, with which a step takes four times as long on CPUs without instructions for bf16."""
     name, seed = RUNS[dist.get_rank()]
     flag = {"bf16": "none", "unscaled": "tensorwise"}.get(name, name)
-    settings = config.parse(f"{TRAINED} --seed {seed} --fp8 {flag}".split())
+    settings = rules.parse(f"{TRAINED} --seed {seed} --fp8 {flag}".split())
     with patch.object(train, "Fp8", Unscaled if name == "unscaled" else Fp8):
         groups, model, optimizer = grids.build(settings, groups=grids.NO_GROUPS)
     samples, losses = open_samples(settings, [], seed), []

@@ -16,7 +16,7 @@ from grids import DEEPSEEK, LATENT, MIXTRAL
 from pool import Pool
 from program import ROOT
 
-import config
+import rules
 
 GRIDS = [
     (1, "--micro-batch 8"),
@@ -183,7 +183,7 @@ def test_every_two_features_are_together_in_a_grid_or_refused():
         ranks, flags = pairs.grid_of(pairs.PLAIN | dict([("dtype", "bf16"), *both]))
         named = [(name, value) for name, value in both if value not in ("0", "fp64")] or [both[1]]
         with pytest.raises(ValueError) as refusal:
-            config.parse(flags.split(), ranks)
+            rules.parse(flags.split(), ranks)
         for name, value in named:  # the value, or the flag that gives it
             words = [value, *(word for word in pairs.FEATURES[name][value].split() if word.startswith("--"))]
             assert any(word in str(refusal.value) for word in words), both

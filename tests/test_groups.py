@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import collectives
 import config
 import groups
+import rules
 import train
 from run import dryrun
 from run.meter import Meter
@@ -24,7 +25,7 @@ EVERY_AXIS = ("--layers 32 --heads 16 --kv-heads 4 --head-dim 6 --hidden 40 --vo
 @pytest.mark.parametrize("world", [128, *slow(16384)])
 def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, world):
     """A recording stand-in for NCCL, which makes all groups of one call by one split of the world's communicator."""
-    settings = config.parse(f"{EVERY_AXIS} --global-batch {world}".split(), world)
+    settings = rules.parse(f"{EVERY_AXIS} --global-batch {world}".split(), world)
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=world)
     calls, blocks, timeouts = [], [], set()
 

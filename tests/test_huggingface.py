@@ -23,6 +23,7 @@ from program import ROOT
 from watch import noted
 
 import config
+import rules
 from model import Execution, Llama
 from param import Source, Spec, box_shape
 from run import huggingface, job, start
@@ -230,7 +231,7 @@ HUB = json.loads((ROOT / "tests" / "data" / "published.json").read_text())  # fi
 @pytest.mark.parametrize("preset", HUB)
 def test_published_settings_are_those_of_the_preset(preset, tmp_path):
     got = config.Model(**read(tmp_path, HUB[preset]))
-    want = config.parse(["--preset", preset, "--data", __file__]).model
+    want = rules.parse(["--preset", preset, "--data", __file__]).model
     want.preset = got.preset
     assert got == want
 
@@ -537,7 +538,7 @@ def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, sa
     ("--preset qwen3-30b-a3b --dense-layers 2", "Qwen3MoeForCausalLM"),
     ("--preset deepseek-v3", "DeepseekV3ForCausalLM"), ("--preset kimi-k2 --q-lora-rank 0", "DeepseekV3ForCausalLM")])
 def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp_path):
-    model = config.parse(f"--data {__file__} {flags}".split()).model
+    model = rules.parse(f"--data {__file__} {flags}".split()).model
     assert huggingface.exportable(model) == architecture
 
 
@@ -552,7 +553,7 @@ def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp
     ("--preset deepseek-v3 --window 8", "--window 8 (only 0)"),
     ("--heads 6 --head-dim 10 --window 4 --window-every 2", "--heads 6 (only divisors of --hidden 128)")])
 def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tmp_path):
-    model = config.parse(f"--data {__file__} {flags}".split()).model
+    model = rules.parse(f"--data {__file__} {flags}".split()).model
     with refused("", named):
         huggingface.export(str(tmp_path / "out"), model, [], None, "fp32")
     assert not os.path.exists(tmp_path / "out")

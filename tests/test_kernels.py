@@ -12,12 +12,12 @@ import torch
 from ahead import run
 from exact import DEVICE, Broken, compare, dense_attention, gpu, is_refused, leaves, numbers
 
-import config
 import cp
 import flash
 import fp8
 import kernels
 import operations
+import rules
 import tp
 from param import IGNORED
 from run.device import check_device
@@ -315,8 +315,8 @@ def test_without_triton_one_trains_and_a_gpu_run_is_told_what_to_do(monkeypatch)
     run("import sys\nsys.modules['triton'] = None\nimport train, fp8\nfp8.demo()")
     monkeypatch.setitem(sys.modules, "kernels", None)
     with pytest.raises(ValueError, match="^--kernels auto: Triton does not run here .*: use --kernels torch$"):
-        check_device(config.parse([]), torch.device("cuda"))
-    check_device(config.parse(["--kernels", "torch"]), torch.device("cuda"))
+        check_device(rules.parse([]), torch.device("cuda"))
+    check_device(rules.parse(["--kernels", "torch"]), torch.device("cuda"))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

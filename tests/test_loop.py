@@ -18,6 +18,7 @@ from watch import Watch, in_order, reads_values
 
 import config
 import cp
+import rules
 import train
 from bench import __main__ as bench
 from plan import costs
@@ -94,7 +95,7 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
     """With a batch ramp, accumulation, documents, a z-loss, warmup, clipping, and evaluations without the z-loss."""
     flags = FLAGS.format(RAMP, corpora)
     records, read = run(corpora, flags)
-    want = by_torch(corpora, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split()))
+    want = by_torch(corpora, rules.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split()))
     for record, true in zip(records, want, strict=True):
         assert {name: record[name] for name in true} == pytest.approx(true, rel=1e-10)
         assert ("val_loss" in record) == ("val_loss" in true)
@@ -133,7 +134,7 @@ MIXED = ("--data {0}/some.npy {0}/none.npy {0}/all.npy --data-weights 2,1,1 --va
 def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_make_one_mean(pool, sources):
     """Any grid is one process, which is torch's mean over the targets of the global batch."""
     flags = f"{MODEL} {MIXED.format(sources)}"
-    settings = config.parse(flags.split())
+    settings = rules.parse(flags.split())
     runs.run(flags)
     want = [{name: record[name] for name in ("loss", "grad_norm", "val_loss") if name in record}
             for record in runs.metrics(sources / "mixed")]
@@ -224,7 +225,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
     with (patch.object(Optimizer, "scale_loss", lambda self, loss: torch.nan * loss),
           patch.object(job, "finish", jobs.append)):
         records, _ = run(corpora, flags)
-    (done,), settings = jobs, config.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split())
+    (done,), settings = jobs, rules.parse(f"{MODEL} --data {corpora}/train.npy {flags}".split())
     first = grids.initial(settings)
     assert all(torch.equal(p.double(), first[p.spec.name]) for p in done.model.parameters())
     assert not any(router.bias.any() for router in done.model.routers) and done.optimizer.steps == 0
@@ -287,7 +288,7 @@ def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
     assert [record["step_s"] for record in records] == 4 * [2.25]
     assert [record["tokens_per_s"] for record in records] == [48 / record["step_s"] for record in records]
     assert [record.get("save_wait_s") for record in records] == [None, 3, None, 3]
-    state = 3 * 4 * costs.parameters(config.parse(MODEL.split()).model).total
+    state = 3 * 4 * costs.parameters(rules.parse(MODEL.split()).model).total
     assert records[1]["save_gb_per_s"] == 0  # no save has ended
     assert records[3]["save_gb_per_s"] == pytest.approx(state / 5 / 1e9, rel=1e-3)
     assert [record.get("check_replicas_s") for record in records] == 2 * [None, len(hashes) / 2 * 0.125]

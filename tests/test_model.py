@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from watch import Watch
 
 import config
+import rules
 import train
 from model import Execution, Llama
 from operations import Mask, rotary_angles
@@ -23,7 +24,7 @@ from zero import Optimizer
 
 
 def architecture(flags: str) -> config.Model:
-    return config.parse(f"--data {__file__} {flags}".split()).model
+    return rules.parse(f"--data {__file__} {flags}".split()).model
 
 
 def filled(model: config.Model, dtype=torch.float64, **execution) -> Llama:
@@ -48,7 +49,7 @@ def test_first_weights_are_those_of_gpt_2():
     """0.02, and less where layers write to the residual stream: by the root of twice the layers of all stages."""
     flags, seen = "--layers 8 --hidden 64 --heads 6 --head-dim 16 --ffn 96 --pp 2 --schedule 1f1b", set()
     for more in "--qkv-bias --qk-norm", "--experts 4 --expert-ffn 24 --shared-experts 1", LATENT:
-        settings = config.parse(f"--data {__file__} {flags} {more}".split(), 2)
+        settings = rules.parse(f"--data {__file__} {flags} {more}".split(), 2)
         for stage in range(2):
             group = SimpleNamespace(size=2, rank=stage)
             for p in Llama(settings.model, {}, pipeline=train.build_pipeline(settings, group)).parameters():
@@ -204,7 +205,7 @@ def test_flops_equal_those_of_a_real_step(more):
 
 def test_matrices_of_blocks_in_fp8_are_counted():
     """Not routers, norms and biases; of the middle one of three layers, or the first two, of which one is dense."""
-    settings = config.parse(f"{SMALL} --layers 3 --qk-norm --qkv-bias --experts 4 --expert-ffn 20 --shared-experts 2 "
+    settings = rules.parse(f"{SMALL} --layers 3 --qk-norm --qkv-bias --experts 4 --expert-ffn 20 --shared-experts 2 "
                             "--dense-layers 1".split())
     attention, dense, experts = 48 * 10 * (6 + 3 + 3 + 6), 3 * 48 * 56, (4 + 2) * 3 * 48 * 20
     assert fp8_elements(settings, range(3)) == 0
@@ -232,7 +233,7 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
 def test_hfu_counts_what_a_real_step_recomputes(mode, more):
     """Exactly, in every block, also in that of multi-token prediction."""
     flags = "--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120 --seq 64 --attention math" + more
-    settings = config.parse(f"--data {__file__} --recompute {mode} {flags}".split())
+    settings = rules.parse(f"--data {__file__} --recompute {mode} {flags}".split())
     tokens = torch.randint(120, (4, 64))
     ahead, counted = tokens if settings.model.mtp else None, {}
     for recompute in ("none", mode):
@@ -246,13 +247,13 @@ def test_hfu_counts_what_a_real_step_recomputes(mode, more):
 
 @pytest.mark.parametrize("window", ["", " --window 128"])
 def test_full_recomputation_repeats_at_most_the_forward(window):
-    flops = flops_by_convention(config.parse(f"--seq 4096 --recompute full{window}".split(), 1))
+    flops = flops_by_convention(rules.parse(f"--seq 4096 --recompute full{window}".split(), 1))
     assert 1.2 * flops["mfu"] < flops["hfu"] <= 4 / 3 * flops["mfu"]
 
 
 def test_scores_that_are_in_memory_are_recomputed():
     """Selective recomputation repeats no matmul but those of the scores, if they are saved: a third of 12 L h S."""
     flags = "--preset llama-2-7b --seq 2048 --recompute selective --attention"
-    flops = {way: flops_by_convention(config.parse(f"{flags} {way}".split(), 1)) for way in ("auto", "math")}
+    flops = {way: flops_by_convention(rules.parse(f"{flags} {way}".split(), 1)) for way in ("auto", "math")}
     assert flops["auto"]["hfu"] == flops["auto"]["mfu"] == flops["math"]["mfu"]
     assert flops["math"]["hfu"] - flops["math"]["mfu"] == 4 * 32 * 4096 * 2048

@@ -72,7 +72,7 @@ def test_an_export_leaves_it_out_and_who_starts_from_one_draws_it(pool, tmp_path
     first, second = (weights(tmp_path / name) for name in ("first/step-000002", "second/step-000000"))
     assert first.keys() == second.keys() and any(name.startswith("layers.2.") for name in first)
     draw = param.draw(7)
-    for p in train.Llama(grids.config.parse([*SMALL.split(), "--mtp"]).model, {}).parameters():
+    for p in train.Llama(grids.rules.parse([*SMALL.split(), "--mtp"]).model, {}).parameters():
         want = draw(p.spec, p.box) if p.spec.name.startswith("layers.2.") else first[p.spec.name]
         assert torch.equal(second[p.spec.name], want), p.spec.name
 

@@ -13,8 +13,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-import config
 import recompute
+import rules
 import train
 from param import DTYPES
 from run import offload
@@ -25,7 +25,7 @@ MODEL = f"{grids.TINY} --layers 4 --vocab 61 --seq 16 --global-batch 4 --micro-b
 
 
 def build(flags: str) -> tuple:
-    return grids.build(config.parse(f"{MODEL} {flags}".split()))[1:]
+    return grids.build(rules.parse(f"{MODEL} {flags}".split()))[1:]
 
 
 def micro_batches(device: str = "cpu") -> list[MicroBatch]:
@@ -216,7 +216,7 @@ class ByDevice(Meter):
 
 def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
-    settings = config.parse(f"{MODEL} --attention math {flags}".split())
+    settings = rules.parse(f"{MODEL} --attention math {flags}".split())
     with FakeTensorMode(), ByDevice() as meter:
         _, model, optimizer = grids.build(settings, device="meta", filled=False)
         train.forward_backward(model, optimizer, micro_batches("meta")[:1], grids.NO_GROUPS)
@@ -242,6 +242,6 @@ def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_para
     """Of 4 blocks' inputs, 2 stay; each rank of 2 has half of every one: 64 tokens of 32 numbers of 4 bytes."""
     flags = "--layers 4 --hidden 32 --heads 2 --ffn 32 --seq 64 --global-batch 1 --dtype fp32 --tp 2 --recompute full"
     for sp in ("--sp on", "--sp off"):
-        none, activations = (sum(grids.memory_of_rank(config.parse(f"{flags} {sp} --offload {what}".split(), 2), {},
+        none, activations = (sum(grids.memory_of_rank(rules.parse(f"{flags} {sp} --offload {what}".split(), 2), {},
                                                       fused=True).values()) for what in ("none", "activations"))
         assert none - activations == (4 - 2) * 64 * 32 * 4 / 2

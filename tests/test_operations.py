@@ -18,6 +18,7 @@ import cp
 import ep
 import flash
 import operations
+import rules
 import tp
 import train
 from cp import choose_attention
@@ -71,7 +72,7 @@ def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags):
 def test_on_a_cpu_triton_is_interpreted_and_not_asked_for_what_it_gets_wrong(monkeypatch, interpreted, flags, says):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     with pytest.raises(ValueError, match=says):
-        check_device(config.parse(f"--attention triton {flags}".split()), torch.device("cpu"))
+        check_device(rules.parse(f"--attention triton {flags}".split()), torch.device("cpu"))
 
 
 def test_gradients_of_gates_are_summed_and_kept_in_fp32():

@@ -23,6 +23,7 @@ import muon
 import plan.__main__
 import plan.memory
 import plan.time
+import rules
 import schedules
 import train
 from dp import assign_to_buckets
@@ -34,7 +35,7 @@ from plan.time import Code, Run, Seconds
 
 def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
     arguments = flags.split()
-    settings = config.parse(arguments, ranks or plan.__main__.world_of(arguments))
+    settings = rules.parse(arguments, ranks or plan.__main__.world_of(arguments))
     settings.precision.dtype = "bf16"
     return Run(settings, MACHINES[machine], **rest)
 
@@ -99,7 +100,7 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
 @pytest.mark.parametrize("optimizer", config.OPTIMIZERS)
 def test_the_optimizers_memory_is_that_of_its_buckets_state(optimizer, dtype):
     """Of every optimizer that config.py declares; fp32 weights are their own master weights."""
-    settings = config.parse(f"{grids.TINY} --dtype {dtype} --optimizer {optimizer} --data {__file__}".split())
+    settings = rules.parse(f"{grids.TINY} --dtype {dtype} --optimizer {optimizer} --data {__file__}".split())
     *_, built = grids.build(settings)
     states = {id(tensor): tensor.nbytes for bucket in built.buckets for tensor in bucket.state.values()}
     weights = {id(bucket.weights) for bucket in built.buckets} | {id(bucket.weight_shard) for bucket in built.buckets}
@@ -110,7 +111,7 @@ def test_the_optimizers_memory_is_that_of_its_buckets_state(optimizer, dtype):
 
 def test_layers_of_one_kind_are_alike_and_no_others():
     flags = "--preset deepseek-v3 --mtp --window 9 --window-every 3 --dtype bf16 --fp8 tensorwise --no-fp8-ends"
-    settings = config.parse(flags.split())
+    settings = rules.parse(flags.split())
     model, fp8, kinds = settings.model, settings.fp8_layers(), costs.layer_kinds(settings)
     alike = [(model.window_of(n), n < model.dense_layers, n in fp8, n == model.layers) for n in range(model.blocks)]
     assert [*map(kinds.index, kinds)] == [*map(alike.index, alike)]
@@ -120,7 +121,7 @@ def test_heads_that_ulysses_copies_are_in_memory():
     """Of 24 heads, 6 with keys and values, tensor parallel ranks have 12 and 3, which 4 ranks divide as 4 x 3. More
     than others save: 12 heads of the output, and 9 of both keys and values; of 2 layers and 64 / 4 tokens."""
     flags = "--layers 2 --hidden 96 --heads 24 --kv-heads 6 --head-dim 8 --seq 64 --tp 2 --cp 4 --global-batch 1"
-    ulysses, others = (plan.memory.activation_bytes(config.parse(f"{flags} --cp-style {style}".split(), 8), 2)
+    ulysses, others = (plan.memory.activation_bytes(rules.parse(f"{flags} --cp-style {style}".split(), 8), 2)
                        for style in ("ulysses", "allgather"))
     assert ulysses - others == 2 * 16 * (12 + 2 * 9) * 8 * 2
 
@@ -220,10 +221,10 @@ def test_inputs_of_blocks_are_copied_under_the_blocks():
 def test_what_is_pinned_in_the_hosts_memory_is_rounded_to_powers_of_two():
     """As torch 2.11's allocator counted it for Llama 8B with 16 layers: 96.6 GB, where the tensors have 81.7."""
     flags = "--preset llama-3.1-8b --layers 16 --dtype bf16 --global-batch 4 --recompute full".split()
-    nbytes = {offload: plan.memory.host_bytes(config.parse([*flags, "--offload", offload]), 0, 2)
+    nbytes = {offload: plan.memory.host_bytes(rules.parse([*flags, "--offload", offload]), 0, 2)
               for offload in ("none", "activations", "optimizer", "both")}
     assert nbytes == dict(none=0, activations=0, optimizer=96_636_764_160, both=96_636_764_160)
-    saving = plan.memory.host_bytes(config.parse([*flags, "--out", "x", "--zero", "1", "--moments", "bf16"], 4), 0, 2)
+    saving = plan.memory.host_bytes(rules.parse([*flags, "--out", "x", "--zero", "1", "--moments", "bf16"], 4), 0, 2)
     assert saving == 8 * 4_540_469_248 // 4  # master weights and moments of a fourth
 
 
@@ -690,7 +691,7 @@ def test_memory_says_what_plain_torch_needs_which_a_dry_run_is(capsys, flags):
     flags = f"--preset llama-3.2-1b --gpus 4 --seq 4096 --global-batch 16 --micro-batch 1 {flags}"
     fused, plain = (plan.time.needed_memory(run_for(f"{flags} --kernels {kernels}".replace("--gpus 4", ""), 4))
                     for kernels in ("auto", "torch"))
-    settings = config.parse(f"{flags} --dtype bf16".replace("--gpus 4", "").split(), 4)
+    settings = rules.parse(f"{flags} --dtype bf16".replace("--gpus 4", "").split(), 4)
     counted = [sum(plan.memory.memory_of_rank(settings, rank, 2).values()) for rank in range(settings.grid.pp)]
     assert sum(plain.values()) == max(counted) > sum(fused.values())
     out = printed(capsys, f"memory {flags}")
@@ -827,7 +828,7 @@ def test_search_leaves_nothing_out_that_the_command_line_takes(preset, experts, 
             flags = (f"--dp {dp} --cp {cp} --tp {tp} --pp {pp_} --ep {ep} --zero {level} --micro-batch {micro} "
                      f"--schedule {schedule}")
             with contextlib.suppress(ValueError):
-                taken.add(search.describe(config.parse(f"{model} {flags}".split(), 4)))
+                taken.add(search.describe(rules.parse(f"{model} {flags}".split(), 4)))
     assert len(taken) > 50 and {search.describe(candidate.run.settings) for candidate in found} == taken
 
 
@@ -836,7 +837,7 @@ def test_advice_is_the_fewest_ranks_and_the_largest_model(monkeypatch):
     monkeypatch.setattr(search, "any_fits", lambda run, gpus, given: gpus >= 100 if given == dict(tp=1) else (
         costs.parameters(run.settings.model).total < 9e9))
     run = run_for("--preset llama-3.1-70b --dp 8")
-    models = {costs.parameters(config.parse(["--preset", name]).model).total: name for name in config.PRESETS}
+    models = {costs.parameters(rules.parse(["--preset", name]).model).total: name for name in config.PRESETS}
     largest = models[max(count for count in models if count < 9e9)]
     assert search.nearest(run, 8, dict(dp=8, tp=1)) == f"use 128 ranks or --preset {largest}, the largest that fits"
     monkeypatch.setattr(search, "any_fits", lambda run, gpus, given: gpus > 8 * 256)
@@ -958,7 +959,7 @@ def test_a_ring_of_datacentres_takes_what_its_steps_take():
 # ---- train.py --grid auto -------------------------------------------------------------------------------------------
 
 def auto(flags: str, ranks: int, machine: Machine) -> tuple[config.Config, str]:
-    return search.fill_grid(config.parse(f"--grid auto {flags}".split(), ranks), ranks, machine)
+    return search.fill_grid(rules.parse(f"--grid auto {flags}".split(), ranks), ranks, machine)
 
 
 def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
@@ -969,7 +970,7 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     assert reason.startswith(f"{search.describe(settings)}: of {len(found)} settings ")
     assert f" fits with probability {best.fits:.2f}, limit {best.limit()}; next " in reason
     assert reason.endswith(f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
-    again = config.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
+    again = rules.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
     settings, _ = auto("--preset llama-3.1-8b --seq 4096 --global-batch 64 --tp 4 --pp 2 --schedule zb-h1 --zero 0 "
                        "--micro-batch 2 --recompute full", 16, MACHINES["h100"])

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import schedules as torchs
 import collectives
 import config
 import pp
+import rules
 from param import Spec, backward_weight, parameter
 from plan import costs
 from plan.memory import backwards_in_memory
@@ -152,7 +153,7 @@ def test_a_schedule_of_ones_own_that_is_wrong_is_one_line(schedule, says, monkey
         timeline.main("--schedule mine --pp 2 --micro-batches 4".split())
     flags = "--schedule mine --pp 2 --micro-batch 1 --global-batch 4"
     with pytest.raises(ValueError, match=f"^{flags}: {line}"):
-        config.parse(f"{flags} --layers 6".split(), 2)
+        rules.parse(f"{flags} --layers 6".split(), 2)
 
 
 # ---- time and memory ------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from statistics import median
 
 import pytest
 
-import config
 import plan.memory
 import plan.time
+import rules
 from plan import costs
 from plan.machines import MACHINES, Level
 from plan.time import Seconds
@@ -284,7 +284,7 @@ def test_stages_of_other_codes():
     flags = "--layers 24 --hidden 512 --heads 8 --vocab 32000 --pp 6 --global-batch 6 --micro-batch 1 --seq"
     short, long = (Other(division="cumulative").stages(run_for(f"{flags} {seq}").settings) for seq in (128, 1 << 18))
     assert short == long
-    settings = config.parse(f"{flags} 128".split(), 6)
+    settings = rules.parse(f"{flags} 128".split(), 6)
     assert Other().stages(settings) == costs.stages_of(settings)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from grids import everyone
 from pool import slow
 
-import config
+import rules
 from collectives import ALONE
 from ep import RoutingInfo
 from model import ForwardContext
@@ -199,7 +199,7 @@ def test_a_gpt_layer_keeps_what_the_paper_says():
 def test_kilobytes_per_token_that_a_layer_saves(name, none, selective):
     """Of three architectures in 16 bits, at 4,096 tokens; GPT-3's layer keeps 34 or 2 bytes of each of 12,288 channels.
     """
-    layer = llama_layer(config.parse(["--preset", name]).model, 4096)
+    layer = llama_layer(rules.parse(["--preset", name]).model, 4096)
     assert [round(saved_bytes(layer, mode) / 1e3) for mode in ("none", "selective")] == [none, selective]
     gpt = gpt_layer(12288, 96, 2048)
     assert [round(saved_bytes(gpt, mode) / 1e3) for mode in RECOMPUTE] == [1401, 418, 25]
@@ -283,7 +283,7 @@ def test_views_of_a_dropped_result_are_refilled():
     "--experts 8 --top-k 1 --no-router-norm"])
 def test_a_mixture_of_experts_keeps_what_the_formula_says(mode, flags):
     flags = f"--hidden 16 --heads 2 --kv-heads 2 --expert-ffn 24 --dtype fp32 {flags}"
-    settings = config.parse(flags.split())
+    settings = rules.parse(flags.split())
     model, optim, S = settings.model, settings.optim, 20
     layer, recompute = make_layer(flags, ALONE, torch.float32), Recompute(mode)
     norm = RMSNorm(partial(parameter, groups={}, dtype=torch.float32), "norm", 16, 1e-5, {})

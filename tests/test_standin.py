@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-import config
+import rules
 import train
 from groups import build_groups
 from plan.memory import memory_of_rank
@@ -65,7 +65,7 @@ def main(library: str, log: str, ranks: str, *flags: str) -> None:
     aten.impl("_scaled_dot_product_cudnn_attention_backward", attention_backward, "CUDA")
     torch.autograd.set_multithreading_enabled(False)  # all in the thread whose queries of events standin.c answers
     torch.cuda.set_device(device)
-    settings = config.parse(list(flags), int(ranks))
+    settings = rules.parse(list(flags), int(ranks))
     os.environ.update(RANK="0", WORLD_SIZE=ranks)
     collectives.world(device, store=dist.HashStore()).__enter__()  # and never left
     groups = build_groups(settings.grid, settings.model)
@@ -217,7 +217,7 @@ def test_a_pipeline_sends_and_receives_on_streams_of_their_own(run):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_allocator_s_peak_is_the_plan_s(run, mode):
     ranks, flags = MODES[mode]
-    plan = memory_of_rank(config.parse(f"{MODEL} 3 {flags}".split(), ranks), 0, 2, fused=True)
+    plan = memory_of_rank(rules.parse(f"{MODEL} 3 {flags}".split(), ranks), 0, 2, fused=True)
     assert run(mode, 3)[1] == pytest.approx(sum(plan.values()), rel=0.03)
 
 

@@ -21,12 +21,12 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from watch import Watch, in_order, waits
 
 import collectives
-import config
 import cp
 import ep
 import fp8
 import kernels
 import param
+import rules
 import tp
 from collectives import ALONE
 from config import FP8_RECIPES
@@ -173,7 +173,7 @@ def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
 
 def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
     """What tables, routers, norms and biases would keep until then is larger than their gradients."""
-    settings = config.parse(f"{SHAPE} --qk-norm --qkv-bias --experts 4 --expert-ffn 12 --shared-experts 1 "
+    settings = rules.parse(f"{SHAPE} --qk-norm --qkv-bias --experts 4 --expert-ffn 12 --shared-experts 1 "
                             f"--dense-layers 1 --vocab 61 --data {__file__}".split())
     _, model, optimizer = grids.build(settings)
     optimizer.begin_step(1)
@@ -404,7 +404,7 @@ def test_labels_and_tokens_outside_of_the_vocabulary_are_refused(pool, n):
 
 def step(flags: str) -> dict:
     """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
-    settings = config.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
+    settings = rules.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
     groups, model, optimizer = grids.build(settings)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, groups["cp"].rank)
@@ -472,7 +472,7 @@ def test_a_layer_sends_what_the_papers_say(pool):
 
 def sampled(flags: str) -> tuple[torch.Tensor, int]:
     """Text of a model, continued, and how many tokens its routers have counted."""
-    settings = config.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
+    settings = rules.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
     _, model, optimizer = grids.build(settings)
     for bucket in optimizer.buckets:
         bucket.master.mul_(10)  # or all logits are alike
@@ -521,7 +521,7 @@ def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(poo
     ranks gather latents, each makes keys and values of all tokens twice."""
     grid = {name: int(n) for name, n in re.findall(r"--(cp|tp) (\d)", flags)}
     n, attention = math.prod(grid.values()), "math" if "math" in flags else "auto"
-    model = config.parse(f"{SHAPE} {flags}".split(), n).model
+    model = rules.parse(f"{SHAPE} {flags}".split(), n).model
     layer = llama_layer(model, 24, LayerOptions(8, attention=attention, **grid))
     divided = not (model.mtp or model.kv_heads % n or model.kv_lora_rank and "--sp off" in flags)  # all of its matmuls
     few = 1024 if "ulysses" in flags else 0  # the order of chunks, a few numbers a layer
@@ -541,7 +541,7 @@ def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags):
     """On average, as some get more tokens than others; besides, with full recomputation coefficients of losses, a few
     numbers a layer, and three for each copy of a token that is sent beyond those that random choices make."""
     flags = f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 {flags}"
-    settings = config.parse(f"{SHAPE} {flags}".split(), n)
+    settings = rules.parse(f"{SHAPE} {flags}".split(), n)
     model, ep, layers = settings.model, settings.grid.ep, 2 - settings.model.dense_layers
     for mode, seen in zip(MODES, steps(pool, n, flags), strict=True):
         few = layers * (2 + 1) * (8 + 1) * 8 * (mode == "full")  # sequences, padding; experts, z

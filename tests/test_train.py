@@ -17,6 +17,7 @@ import torch.distributed as dist
 from runs import first_step, metrics, run
 
 import config
+import rules
 import train
 from collectives import ALONE
 from groups import build_groups
@@ -156,7 +157,7 @@ def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, name, getattr(sys, name))
     with (patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error)),
           pytest.raises(ValueError, match=f"^--memory-snapshot {tmp_path}/memory: needs a GPU"),
-          job.started(config.parse(f"--memory-snapshot {tmp_path}/memory --device cpu".split()))):
+          job.started(rules.parse(f"--memory-snapshot {tmp_path}/memory --device cpu".split()))):
         raise AssertionError("it has started")
 
 
@@ -183,7 +184,7 @@ def test_what_stays_must_fit_and_all_may_take_twice_the_memory(monkeypatch, acti
     """As activations and temporaries are estimates."""
     kinds = dict(weights=2, gradients=4, optimizer=10, activations=activations)
     monkeypatch.setattr(device, "memory_of_rank", lambda *_, **__: kinds)
-    settings = config.parse([])
+    settings = rules.parse([])
     for memory in least, least - 1:
         monkeypatch.setattr(device, "memory_of_device", lambda device, memory=memory: memory)
         too_small = pytest.raises(ValueError, match="takes .* on this rank")
@@ -195,11 +196,11 @@ def test_what_a_gpu_pins_must_fit_into_its_share_of_the_hosts_memory(monkeypatch
     monkeypatch.setattr(device, "memory_of_rank", lambda *_, **__: dict(weights=0, gradients=0, optimizer=0))
     monkeypatch.setattr(device, "memory_of_device", lambda where: 10**11 if where.type == "cuda" else 96 * 10**9)
     flags = "--preset llama-3.1-8b --layers 16 --dtype bf16 --global-batch 4".split()
-    device.check_memory(config.parse([*flags, "--out", "x"]), 0, torch.device("cuda"))
+    device.check_memory(rules.parse([*flags, "--out", "x"]), 0, torch.device("cuda"))
     for where, refused in (("cpu", contextlib.nullcontext()), ("cuda", pytest.raises(ValueError, match=(
             "--offload: takes 96.64 GB of the host's memory for this rank, which has 96.00 GB: use more ranks with")))):
         with refused:
-            device.check_memory(config.parse([*flags, "--offload", "optimizer"]), 0, torch.device(where))
+            device.check_memory(rules.parse([*flags, "--offload", "optimizer"]), 0, torch.device(where))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -207,7 +208,7 @@ def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(m
     """Two machines of four ranks each."""
     for name, value in dict(WORLD_SIZE=8, LOCAL_WORLD_SIZE=4, RANK=rank, LOCAL_RANK=rank % 4).items():
         monkeypatch.setenv(name, str(value))
-    settings = config.parse(f"--grid auto --data {__file__}".split(), 8)
+    settings = rules.parse(f"--grid auto --data {__file__}".split(), 8)
     chosen = job.choose_grid(settings, torch.device("cpu"))
     grid, again, said = chosen.grid, search.fill_grid(settings, 8, search.this_machine(4)), capsys.readouterr().out
     assert grid.dp * grid.cp * grid.tp * grid.pp == 8
@@ -218,7 +219,7 @@ def test_grid_auto_is_chosen_for_this_machine_and_all_ranks_and_rank_0_says_it(m
 @pytest.mark.parametrize("schedule", ["wsd", "constant"])
 def test_learning_rate_schedules(schedule):
     """Cosine: test_loop.py."""
-    optim = config.parse(f"--lr 1 --min-lr 0.1 --warmup 10 --steps 110 --lr-schedule {schedule}".split()).optim
+    optim = rules.parse(f"--lr 1 --min-lr 0.1 --warmup 10 --steps 110 --lr-schedule {schedule}".split()).optim
     rates = [train.learning_rate(step, optim) for step in range(110)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     falling = 22 if schedule == "wsd" else 0  # the last fifth of 110 steps
@@ -227,7 +228,7 @@ def test_learning_rate_schedules(schedule):
 
 
 def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
-    progress = log.Log(config.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
+    progress = log.Log(rules.parse("--steps 45 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
     for step in range(45):
         progress.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
     lines = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
@@ -238,7 +239,7 @@ def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
     ([(9e9, 1), (9e9, 1), (1e4, 1), (2e4, 2), (float("nan"), 1), (6e4, 3)], "of the last 3 steps: 15,000 tokens"),
     ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([(float("nan"), 1)], "")])
 def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half(capsys, noise, line):
-    end = log.Log(config.parse(["--dtype", "fp32"]), grids.NO_GROUPS, torch.device("cpu"))
+    end = log.Log(rules.parse(["--dtype", "fp32"]), grids.NO_GROUPS, torch.device("cpu"))
     end.close(3, 99)  # prints nothing, as nothing has been trained yet
     for step, (trace, gradient2) in enumerate(noise):
         end.write(dict(step=step, loss=1.23456 + step, tokens_per_s=1.0, noise_trace=trace, noise_gradient2=gradient2))
@@ -249,7 +250,7 @@ def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half
 
 def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ramps_beginning_and_the_data(tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
-    settings = config.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
+    settings = rules.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--micro-batch 1 --batch-ramp 4@0,8@2e3 --data {tmp_path}/tokens.npy".split(), 8)
     settings.grid_is_example, samples = True, open_samples(settings, settings.data.data, 0)
     built = train.build_model(settings, grids.NO_GROUPS, "cpu")
@@ -269,7 +270,7 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
     ("--cp 2 --zero 2 --dp-replicate 2 --experts 8 --expert-ffn 8 --ep 2", [
         "the whole model, but 4 of 8 experts", "1/4 of its gradients, optimizer state (1/2 of experts') in 2"])])
 def test_the_second_line_says_which_part_a_rank_has(flags, has):
-    settings = config.parse(flags.split(), 8)
+    settings = rules.parse(flags.split(), 8)
     line = log.grid_line(settings.grid, settings.model)
     assert all(words in line for words in has), line
 
@@ -278,7 +279,7 @@ def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys)
     prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
     monkeypatch.setattr(sampling, "sample", lambda model, prompt, length: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
-    settings = config.parse("--sample ab".split())
+    settings = rules.parse("--sample ab".split())
     sampling.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))
     assert prompts == [[[256, *b"ab"]]] and capsys.readouterr().out == "ab\ufffd\ufffd\n\tc\ufffd\n"
 
@@ -318,7 +319,7 @@ def test_a_step_leaves_no_cycles(flags):
 
 def test_the_head_counts_as_layers():
     """Of Llama 3.2 1B's 16 layers, the head has the FLOPs of four: the last of four stages gets three less."""
-    stages = costs.stages_of(config.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4))
+    stages = costs.stages_of(rules.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4))
     *layers, last = map(len, stages)
     assert sum(layers) + last == 16 and last <= min(layers) - 2
 
@@ -333,7 +334,7 @@ def test_the_head_counts_as_layers():
     ("--tp 2 --zero 1 --dp-replicate 2 --ep 2 --experts 8", dict(ep=[4, 5], edp=[5, 7]))])
 def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(flags, want):
     """The ranks of each group of rank 5 of 8; without experts of all groups."""
-    settings = config.parse(flags.split(), 8)
+    settings = rules.parse(flags.split(), 8)
     with dryrun.fake_world(8, 5):
         groups = build_groups(settings.grid, settings.model)
         found = {axis: dist.get_process_group_ranks(group.process_group) for axis, group in groups.items()
@@ -345,5 +346,5 @@ def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(flags, w
 @pytest.mark.parametrize("ramp", ["4@0,8@99", "8@0,4@99"])
 def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp(ramp):
     """As many inputs of blocks, for example, as its first rank holds then."""
-    settings = config.parse(f"--pp 2 --schedule afab --micro-batch 1 --batch-ramp {ramp}".split(), 2)
+    settings = rules.parse(f"--pp 2 --schedule afab --micro-batch 1 --batch-ramp {ramp}".split(), 2)
     assert train.build_pipeline(settings, ALONE).in_flight == 8

@@ -11,6 +11,7 @@ import config
 import ep
 import latent
 import operations
+import rules
 import train
 from groups import members_of_axes
 from param import Spec, parameter
@@ -87,7 +88,7 @@ CASES = [  # ranks and flags, which the command line refuses; what is called in 
 @pytest.mark.parametrize("ranks, flags, call, refused, says, taken", CASES, ids=[f"{case[1]}" for case in CASES])
 def test_what_the_command_line_refuses_is_refused_without_it(ranks, flags, call, refused, says, taken):
     with pytest.raises(ValueError):
-        config.parse(flags.split(), ranks)
+        rules.parse(flags.split(), ranks)
     with pytest.raises(ValueError, match="^" + re.escape(says)) as caught:
         call(**refused)
     assert "\n" not in str(caught.value)

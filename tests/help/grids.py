@@ -21,6 +21,7 @@ import watch
 import collectives
 import config
 import param
+import rules
 import train
 from collectives import ALONE
 from groups import AXES, build_groups
@@ -46,7 +47,7 @@ def everyone() -> collectives.Group:
 
 
 def settings_of(grid: str, world: int = 1) -> config.Config:
-    return config.parse(f"{BASE} {grid}".split(), world)
+    return rules.parse(f"{BASE} {grid}".split(), world)
 
 
 def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -142,7 +143,7 @@ def build(settings: config.Config, dtype: str = "", groups=None, device: str = "
 def ready(flags: str, dtype: str = "", base: str = BASE, fp8: str = "") -> tuple:
     """(groups, model, optimizer, this rank's micro-batches of the first global batch). fp8: a recipe, which the command
     line refuses in runs in fp64."""
-    settings = config.parse(f"{base} {flags}".split(), everyone().size)
+    settings = rules.parse(f"{base} {flags}".split(), everyone().size)
     settings.precision.fp8 = fp8 or settings.precision.fp8
     groups, model, optimizer = build(settings, dtype)
     return groups, model, optimizer, micro_batches(settings, groups, *batches(settings)[0])
