@@ -2,9 +2,10 @@
 
     python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192
 
-COMMANDS has all commands. Flags are those of train.py and the ones below. Neither torch nor a GPU is needed: formulas
-are those of plan/costs.py, times those of plan/time.py, pipelines those of schedules.py, the best grid that of
-plan/search.py, laws those of plan/scaling.py. tests/published says how far such predictions are off published runs.
+A command takes train.py's flags and some of its own; --help lists both. Neither torch nor a GPU is needed. The formulas
+are in plan/costs.py and plan/memory.py, the times in plan/time.py, the pipelines in schedules.py, the best grid in
+plan/search.py, the laws in plan/scaling.py. `python -m tests.published check` prints the error of such predictions on
+published runs of other codes.
 
 Letters: N parameters; h hidden, L layers, V vocabulary.
 """

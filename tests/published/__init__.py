@@ -1,7 +1,8 @@
 """How far the planner is off published runs of other codes.
 
-    python -m tests.published check     errors by kind of run, of fitted and of held-out predictions; about a minute
-    python -m tests.published fit       the constants of plan/time.py, fitted again, and plan/held_out.json
+    python -m tests.published check [--tables DIR]   errors by kind of run, of fitted and of held-out predictions
+    python -m tests.published fit [--rounds 10]      the constants of plan/time.py, fitted again, and without each table
+                                                     in turn; writes left_out.json and plan/held_out.json; 10 minutes
 
 tables/ has the runs, as other people published them. runs.py reads them. codes.py imitates the codes that ran them.
 requests.py makes a plan.time.Run of each. fit.py fits constants, without the runs that are held out.
