@@ -706,7 +706,7 @@ def test_memory_says_what_plain_torch_needs_which_a_dry_run_is(capsys, flags):
 def test_help_says_what_commands_answer_with_examples_that_run(capsys, asked):
     out = printed(capsys, asked)
     named = [name for name in plan.__main__.COMMANDS if name in asked] or [*plan.__main__.COMMANDS]
-    examples = re.findall(r"^ +python -m plan (\w+ .*)", out, re.MULTILINE)
+    examples = re.findall(r"^ {9}python -m plan (\w+ .*)", out, re.MULTILINE)  # below what a command answers
     assert [example.split()[0] for example in examples] == named and "--memory-gb FLOAT" in out
     if "--help" != asked != "-h" and "search" not in asked:  # which takes seconds
         assert len(printed(capsys, examples[0])) > 500
