@@ -253,12 +253,10 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
-# --cp-style, but "ulysses", which has no blocks; and "latents", of models with --kv-lora-rank.
-STYLES = {
+STYLES = {  # --cp-style, but "ulysses", which has no blocks; and "latents", of models with --kv-lora-rank
     "allgather": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
     "ring": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "latents": Style(lambda c, i: [range(2 * c)]),  # keys and values of all tokens, made of gather_tokens' latents
-}
+    "latents": Style(lambda c, i: [range(2 * c)])}  # keys and values of all tokens, made of gather_tokens' latents
 
 
 # ---- which blocks have visible scores -------------------------------------------------------------------------------
