@@ -140,7 +140,9 @@ def on_one_rank(r, p, m, v, n):
     (SCHEDULES["zb-v"]._replace(v_shaped=False), "stage 3 is on rank 0: 2 stages per rank go round 2 ranks, 0, 1, 2 ."),
     (SCHEDULES["interleaved"]._replace(v_shaped=True), "stage 2 is on rank 0: 2 stages per rank go round 2 ranks"),
     (SCHEDULES["zb-v"]._replace(chunks=3), "no rank has F4.0, the forward of stage 4 and micro-batch 0"),
-    (Schedule(on_one_rank), "stage 1 is on rank 0: 1 stages per rank go round 2 ranks")])
+    (Schedule(on_one_rank), "stage 1 is on rank 0: 1 stages per rank go round 2 ranks")], ids=[
+        "no B of the first stage", "no B of the last", "no F", "I without W", "B twice", "a V that nobody declared",
+        "no V", "too few stages", "one rank"])
 def test_a_schedule_of_ones_own_that_is_wrong_is_one_line(schedule, says, monkeypatch):
     """By the picture and by train.py, before anything runs. With a transfer missing, ranks would wait for ever; without
     a backward, gradients would be wrong."""

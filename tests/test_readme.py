@@ -109,9 +109,10 @@ def test_the_numbers_of_the_readme_are_those_of_the_program():
 
 
 def test_the_optimizer_that_the_readme_adds_is_lion():
-    code, = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    """By these numbers. tests/test_recipes.py trains with it."""
+    moments, code = re.search("is `(.*?)` in `OPTIMIZERS`.*?```python\n(.*?)```", README, re.DOTALL).groups()
     rules = dict(update.UPDATE_RULES)
-    exec(code, dict(vars(update), UPDATE_RULES=rules, OPTIMIZERS=config.OPTIMIZERS | {"lion": ("m",)}))
+    exec(code, dict(vars(update), UPDATE_RULES=rules, OPTIMIZERS=eval(f"{{{moments}}}")))
     weight, mean, grad = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 4.0]), torch.tensor([4.0, -4.0])
     settings = dict(lr=0.1, betas=(0.9, 0.5), weight_decay=0.5, steps=None, eps=1e-8, grad_scale=torch.tensor(2.0))
     rules["lion"].apply([weight], [grad], [mean], found_inf=torch.tensor(1.0), **settings)

@@ -1,6 +1,7 @@
 """The program as its users start it: what it prints, writes and refuses, and that it learns."""
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from unittest.mock import patch
 
 import grids
 import numpy as np
+import pairs
 import program
 import pytest
 import tokenizers
@@ -21,6 +23,7 @@ import rules
 import train
 from collectives import ALONE
 from groups import build_groups
+from model import Llama
 from plan import costs, search
 from run import checkpoint, device, dryrun, job, log, sampling, start
 from run.data import Codec, open_samples
@@ -253,12 +256,33 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
     settings = rules.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--micro-batch 1 --batch-ramp 4@0,8@2e3 --data {tmp_path}/tokens.npy".split(), 8)
     settings.grid_is_example, samples = True, open_samples(settings, settings.data.data, 0)
-    built = train.build_model(settings, grids.NO_GROUPS, "cpu")
-    said = log.first_lines(settings, {}, "cpu", built, samples)
     count = costs.parameters(settings.model)
+    said = log.first_lines(settings, {}, "cpu", samples=samples)
+    assert "model   tiny-moe: 1,234 parameters (" in log.first_lines(settings, {}, "cpu", 1234, samples)
     for words in ("fp8 tensorwise", "--dp 8", "batch 4 = micro 1 x accum 4 x dp 1; ", "ramp 4@0,8@2e3",
                   f"{count.total:,} parameters ({count.active:,} active)", "1,233 samples"):  # that take one more token
         assert words in said, said
+
+
+def counted(flags: str) -> int:
+    """The parameters of the model of this rank's grid, all ranks together."""
+    settings = config.parse(flags.split(), dist.get_world_size())
+    groups = build_groups(settings.grid, settings.model)
+    return log.count_parameters(train.build_model(settings, groups, "cpu"), groups, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("ranks, flags", [
+    (2, "--tied --pp 2"), (2, "--mtp --pp 2"), (2, "--mtp --tied --pp 2 --schedule zb-v"), (2, "--pp 2 --qkv-bias"),
+    (4, "--pp 2 --tp 2 --tied --vocab 259"), (4, "--tp 4 --kv-heads 2 --qk-norm"), (2, "--zero 3 --tied"),
+    (4, "--preset tiny-moe --pp 2 --ep 2 --shared-experts 1 --dense-layers 1"),
+    (4, f"--preset tiny-moe --mtp --tp 2 --pp 2 --ep 2 {pairs.LATENT} --head-dim 32 --schedule interleaved")])
+def test_parameters_of_all_ranks_are_counted_once(pool, ranks, flags):
+    """Of one rank as many as torch counts without a grid, and as plan/ does."""
+    flags = f"--dtype fp32 {flags} --micro-batch 1 --data {__file__}"
+    model = config.parse(flags.split(), ranks).model
+    alone = sum(math.prod(p.spec.shape) for p in Llama(model, {}).parameters())
+    assert alone == costs.parameters(model).total
+    assert pool.run(ranks, "test_train:counted", flags=flags) == [alone] * ranks
 
 
 @pytest.mark.parametrize("flags, has", [

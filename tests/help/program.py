@@ -40,7 +40,7 @@ def python(*arguments: str, timeout: float = 300, root: Path = ROOT, **env: str)
     """
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
-        process = forks().Process(target=run, args=(words, folder, root, env))
+        process = forks().Process(target=run, args=(words, folder, env, root))
         process.start()
         if not ends(process, timeout):
             raise subprocess.TimeoutExpired(words, timeout)
@@ -57,8 +57,8 @@ def ends(process: multiprocessing.Process, within_s: float) -> bool:
     return not hangs
 
 
-def run(words: list[str], folder: str, root: Path, env: dict[str, str]) -> None:
-    """In the forked process. Exits as the program does."""
+def run(words: list[str], folder: str, env: dict[str, str], root: Path = ROOT) -> None:
+    """In the forked process. Exits as the program does. folder: for what it prints."""
     os.setsid()
     os.chdir(root)
     os.environ.update(env)
