@@ -6,8 +6,8 @@ A setting is declared once, in the dataclasses below: its name, default and help
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
 A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
-file, where `#` begins a comment. `read` reads the command line. rules.py completes and checks what was read.
-ValueErrors are one line: the flag, its value, what works.
+file, where `#` begins a comment; as the value of a flag it is text. `read` reads the command line. rules.py completes
+and checks what was read. ValueErrors are one line: the flag, its value, what works.
 
 This file needs the standard library only, so that a typo in a flag is answered at once, not after torch's import.
 """
