@@ -31,14 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Group, Groups, all_reduce, run_demo, sent
-from param import Spec, acc_dtype, attach_sink, most_elements, parameter
+from gradients import attach_sink
+from param import Spec, acc_dtype, most_elements, parameter
 
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
 
 
 class Bucket:
-    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32. param.py calls
-    such an object a sink: a backward adds a gradient to main_grad(param), then calls ready(param). The buckets of
+    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32. gradients.py
+    calls such an object a sink: a backward adds a gradient to main_grad(param), then calls ready(param). The buckets of
     zero.py have a reduction of their own, which may start after every micro-batch.
     params: all with the same data axis, in the order of the buffer -> how many gradients each gets per micro-batch.
     """

@@ -39,8 +39,9 @@ from torch.autograd import Function
 
 from collectives import Group, all_reduce, all_to_all, exchange_rows, run_demo, to_device
 from config import Model, need
+from gradients import accumulate_grad, accumulate_product
 from operations import swiglu
-from param import Spec, acc_dtype, accumulate_grad, accumulate_product, shard_slice
+from param import Spec, acc_dtype, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
 # ---- the router, and how the experts' loads are kept equal ----------------------------------------------------------

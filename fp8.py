@@ -39,8 +39,9 @@ from torch import Tensor, nn
 
 from collectives import MAX, Group, all_reduce, run_demo
 from config import FP8_RECIPES, Fp8Recipe
+from gradients import Params, stacked_weight
 from operations import try_kernel
-from param import Params, acc_dtype, stacked_weight
+from param import acc_dtype
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}  # as config.Fp8Recipe names them

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from collectives import ALONE, MAX, Group, all_reduce
-from param import IGNORED, accumulate_grad, accumulate_product, check_labels, shard_slice
+from gradients import accumulate_grad, accumulate_product
+from param import IGNORED, check_labels, shard_slice
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
 failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again, and the first line of the error

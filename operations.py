@@ -24,7 +24,8 @@ from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import Model, need
-from param import Spec, acc_dtype, accumulate_grad
+from gradients import accumulate_grad
+from param import Spec, acc_dtype
 
 allows_kernels = True  # whether --kernels does; train.py sets it
 

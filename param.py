@@ -1,6 +1,6 @@
-"""How a parameter is sharded over the grid, how it is initialised, and how it receives its gradient.
+"""How a parameter is sharded over the grid, and how it is initialised. gradients.py has how it receives its gradient.
 
-Five words, in the order in which a parameter meets them:
+Three words, in the order in which a parameter meets them:
 
 Spec    A record that says what a parameter is. Initialisation, gradient reduction, gradient norm, weight decay and
         checkpoints all follow from it. An example, an [F, H] weight of which each tensor parallel rank has F/t rows:
@@ -11,32 +11,16 @@ box     A block of the global tensor, one slice per dimension. With t = 2, the s
         (slice(F/2, F), slice(0, H)).
 source  A function (spec, box) -> tensor that returns the values of any box of any parameter. `draw` returns seeded
         random numbers; a checkpoint is another source. A rank asks only for boxes that it has.
-sink    The object that collects a parameter's gradient: its flat bucket. `sink.main_grad(param)` is the buffer to add
-        to; it changes while ZeRO-2 and 3 reduce, so ask for it at every use. A matmul can add its result to the buffer
-        without a temporary, and a pipeline schedule may compute weight gradients later than input gradients. So a
-        layer says *how* to add, and this file decides *where* and *when*:
-
-            layer's backward ──► accumulate_grad(params, add)      ──► add(out), now or in backward_weight
-                             ──► start_weight_grad(params, ...)  ──► the same, if tensors must be gathered first
-
-ready   A parameter is ready when a backward pass has accumulated its gradient: once per micro-batch
-        and pipeline stage. A hook of autograd's then calls `sink.ready(param)` or, if a split
-        backward has queued the gradient, backward_weight does. The bucket counts these calls. The
-        last one of the step starts its reduction; at ZeRO levels 2 and 3, the last one of each
-        micro-batch does.
 
 Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
 """
 import hashlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from collectives import ALONE, Groups
 
@@ -190,162 +174,3 @@ def draw(seed: int) -> Source:
             out[start - rows.start:stop - rows.start] = values[(slice(start - first, stop - first), *columns)]
         return out * spec.std + spec.mean
     return source
-
-
-# ---- sink: the entry for gradients ----------------------------------------------------------------------------------
-
-Key = tuple[int, int]  # (pipeline stage, micro-batch)
-Params = tuple[nn.Parameter, ...]
-WeightGrad = Iterator[None]  # a generator that starts a collective, yields once, and adds to gradient buffers
-
-# Set during the first half of a split backward (pp.py's I; the second is W). A plain global, not thread-local: on
-# CUDA, autograd runs backward functions in its own threads.
-_deferring: Key | None = None
-_queue: dict[Key, deque[tuple[Params, WeightGrad]]] = {}  # for backward_weight
-
-
-def is_deferring() -> bool:
-    """Whether this backward is the first half of a split one, which leaves weight gradients to backward_weight."""
-    return _deferring is not None
-
-
-def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """Add a weight gradient without autograd; in a split backward, if `defer`, in backward_weight. add(out) adds it to
-    `out`, see `add_to`. With one matmul: accumulate_grad(w, lambda out: accumulate_product(out, grad.mT, x)).
-
-    params: matrices with equally long rows that multiply the same input (wq, wk, wv), or one parameter. add must not
-    hold tensors that require gradients, which would keep their graph alive. defer: False if it reads tensors too large
-    to be saved until backward_weight, such as the head's logits, or has too little work to fill a bubble.
-    """
-    params = params if isinstance(params, tuple) else (params,)
-
-    def weight_grad() -> WeightGrad:
-        yield
-        add_to(params, add)
-
-    next(start_weight_grad(params, weight_grad(), defer), None)
-
-
-def start_weight_grad(params: Params, weight_grad: WeightGrad, defer: bool = True) -> WeightGrad:
-    """The same for a gradient that needs a collective, which this starts, and under which the caller computes:
-
-        def weight_grad():                               adding = start_weight_grad((w,), weight_grad())
-            pending = all_gather(..., async_op=True)     grad_x = grad @ w   # hides the all-gather
-            yield                                        next(adding, None)  # adds; nothing in a split backward,
-            add_to((w,), lambda out: ...)                                    # which leaves all to backward_weight
-    """
-    if defer and is_deferring():
-        _queue[_deferring].append((params, weight_grad))
-        return iter(())
-    next(weight_grad)
-    return weight_grad
-
-
-def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
-    """Call add(out) with one view of all gradient buffers, one below the other; with a temporary if they are not
-    contiguous in memory."""
-    grads = [main_grad(param) for param in params]
-    if (view := stacked_view(grads)) is not None:
-        return add(view)
-    rows = [len(grad) for grad in grads]
-    out = grads[0].new_zeros(sum(rows), *grads[0].shape[1:])
-    add(out)
-    for grad, part in zip(grads, out.split(rows)):
-        grad.add_(part)
-
-
-def main_grad(param: nn.Parameter) -> Tensor:
-    """The buffer in which the gradient is accumulated: the sink's, or `.grad` without a sink."""
-    if param.sink is not None:
-        return param.sink.main_grad(param)
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad
-
-
-def stacked_view(tensors: list[Tensor]) -> Tensor | None:
-    """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
-    first, end = tensors[0], tensors[0].storage_offset()
-    for tensor in tensors:
-        same_storage = tensor.untyped_storage() is first.untyped_storage()  # run/dryrun.py's tensors have no addresses
-        if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
-            return None
-        end += tensor.numel()
-    return first.as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
-
-
-def stacked_weight(weights: Params) -> Tensor:
-    """The weights, one below the other, detached: a view where they are contiguous in one buffer, else a copy."""
-    parts = [weight.detach() for weight in weights]
-    view = parts[0] if len(parts) == 1 else stacked_view(parts)
-    return torch.cat(parts) if view is None else view
-
-
-def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b. Of 16 bits, out may have fp32: on GPUs the matmul adds to it, on CPUs a @ b is rounded first."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    elif out.is_cuda and out.dtype == torch.float32:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)  # torch.addmm takes no out_dtype with out
-    else:
-        out.add_(a @ b)
-
-
-def attach_sink(param: nn.Parameter, sink: Any) -> None:
-    """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd."""
-    assert param.sink is None, f"{param.spec.name} has a sink already"  # a second hook would call ready twice
-    param.sink = sink
-    # A function of the module, no closure over the sink: gc cannot break a circle that goes through a hook.
-    param.register_post_accumulate_grad_hook(on_grad_accumulated)
-
-
-def on_grad_accumulated(param: nn.Parameter) -> None:
-    """Autograd calls this once per backward pass, after the last use of param, also if each returned None: so a layer's
-    Function has its weights among its inputs, and returns None for them."""
-    if param.grad is not None:
-        param.sink.main_grad(param).add_(param.grad)
-        param.grad = None
-    queued = _queue.get(_deferring, ())  # (): this backward is not split
-    if not any(param is other for params, _ in queued for other in params):  # else backward_weight calls ready
-        param.sink.ready(param)
-
-
-def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None) -> None:
-    """The first half of a split backward: compute input gradients, queue the weight gradients that may be deferred."""
-    global _deferring
-    assert key not in _queue, f"(stage, micro-batch) {key} already waits for its backward_weight"
-    _deferring, _queue[key] = key, deque()
-    try:
-        torch.autograd.backward(output, grad)
-    except BaseException:
-        _queue.clear()  # the step has failed: the next one must not compute its weight gradients
-        raise
-    finally:
-        _deferring = None
-
-
-@torch.no_grad()  # autograd is not running here: without this each gradient would build a graph that is never freed
-def backward_weight(key: Key) -> None:
-    """The second half: the weight gradients that backward_input has queued. Each one's matmul hides the collective of
-    the next: at most two gathered tensors are alive.
-
-    It calls `ready` for the parameters of a bucket only after it has added the last weight gradient
-    of that bucket. At ZeRO levels 2 and 3 the calls start a reduction, which must not miss some of a
-    micro-batch's gradients. Weight gradients of other buckets hide it.
-    """
-    work = _queue.pop(key)
-    queued_params = dict.fromkeys(param for params, _ in work for param in params)  # each once, in this order
-    last = {param.sink: number for number, (params, _) in enumerate(work) for param in params}  # by bucket
-    adding = nothing = iter(())
-    for number, (_, weight_grad) in enumerate((*work, ((), nothing))):
-        next(weight_grad, None)  # start this one's collective
-        next(adding, None)  # add the one before; a generator that has ended frees what it has read
-        for param in queued_params:
-            if param.sink is not None and last[param.sink] == number - 1:
-                param.sink.ready(param)
-        adding = weight_grad
-
-
-def queued_keys() -> list[Key]:
-    """The (stage, micro-batch) pairs whose weight gradients have not been computed: none after a step."""
-    return list(_queue)

@@ -21,8 +21,8 @@ What is easily got wrong:
   exchanges has a group of its own (collectives.py: Group.links). With one group for all an interleaved step of 8 ranks,
   two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
 - Only the next stage needs a stage's output: the engine saves its edge in the graph alone and drops the output.
-- A split backward has two actions: I computes the gradient of the input, in which param.py queues weight gradients, W
-  those in the queue.
+- A split backward has two actions. I computes the gradient of the input and queues the weight gradients. W computes
+  the queued weight gradients (gradients.py).
 - A tied embedding's gradients in the first and in the last stage are added after their data parallel ones (zero.py).
 
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
@@ -36,7 +36,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
 from collectives import ALONE, Group, done, receive, run_demo, send
-from param import backward_input, backward_weight, queued_keys
+from gradients import backward_input, backward_weight, queued_keys
 from schedules import Action, Plan, Transfer, activations_held, bubble, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------

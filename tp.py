@@ -58,23 +58,17 @@ from collectives import (
     sent,
     shift,
 )
-from operations import uses_kernels
-from param import (
-    IGNORED,
+from gradients import (
     Params,
-    Spec,
-    WeightGrad,
-    acc_dtype,
     accumulate_grad,
     accumulate_product,
     add_to,
-    check_labels,
     is_deferring,
-    parameter,
-    shard_slice,
     stacked_weight,
     start_weight_grad,
 )
+from operations import uses_kernels
+from param import IGNORED, Spec, acc_dtype, check_labels, parameter, shard_slice
 from recompute import is_recomputing
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
@@ -129,9 +123,9 @@ class TensorParallel(NamedTuple):
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
-# Autograd sees gradients of activations (and biases): those of weights are added to gradient buffers (param.py), and
-# backward returns None for them. Weights are inputs so that autograd still runs their hooks, which tell a weight's
-# bucket that its gradient is complete. A split backward (zero-bubble pipelines) computes dX in its first half, and dA
+# Autograd sees gradients of activations (and biases). Weight gradients are added to buffers (gradients.py): backward
+# returns None for weights. Weights are inputs so that autograd still runs their hooks, which tell a weight's bucket
+# that its gradient is complete. A split backward (zero-bubble pipelines) computes dX in its first half, and dA
 # and dB in its second.
 
 class Matmul:
@@ -161,19 +155,6 @@ class Matmul:
 MATMUL = Matmul()
 
 
-def gather_and_add(weights: Params, gather: Callable[[Tensor], Pending], shard: Tensor,
-                   add: Callable[[Tensor, Tensor], None], defer: bool = True) -> WeightGrad:
-    """A weight gradient that reads a gathered tensor, in two steps: this starts to gather `shard`; next(result, None)
-    waits for it, and calls add(gradient buffer, gathered). In the first half of a split backward param.py queues both
-    steps, and the result is empty. defer: False to queue nothing."""
-    def steps() -> WeightGrad:
-        gathering = gather(shard)
-        yield  # meanwhile the caller computes something else, which hides the gather
-        add_to(weights, lambda out: add(out, gathering.wait()))
-
-    return start_weight_grad(weights, steps(), defer)
-
-
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
     gather, one matmul and one dX. defer: whether dA may be left to the second half of a split backward."""
@@ -199,13 +180,14 @@ class Column(Function):
         tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds = mm.prepare_grad(ds)
-        adding = gather_and_add(weights, done if ctx.saves_gathered else tp.gather, x,
-                                lambda out, gathered: mm.wgrad(out, ds, gathered), ctx.defer)
+        gather = done if ctx.saves_gathered else tp.gather
+        add_da = start_weight_grad(weights, partial(gather, x), lambda out, gathered: mm.wgrad(out, ds, gathered),
+                                   ctx.defer)
         if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        next(adding, None)  # unless it is queued, adds dA: its matmul hides the reduction of dX
+        add_da()  # does nothing if dA is queued; else its matmul hides the reduction of dX
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
@@ -232,7 +214,8 @@ class Row(Function):
             gathered = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
         if is_deferring():  # the gathered dZ is too large to queue: its shard is, to be gathered and prepared again
-            gather_and_add(weights, tp.gather, dz, lambda out, whole: mm.wgrad(out, mm.prepare_grad(whole), y))
+            start_weight_grad(weights, partial(tp.gather, dz),
+                              lambda out, whole: mm.wgrad(out, mm.prepare_grad(whole), y))
         else:
             add_to(weights, lambda out: mm.wgrad(out, gathered, y))
         return dy, None, None, None, None

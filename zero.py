@@ -108,7 +108,7 @@ class ShardedBucket(Bucket):
             if len(part):
                 yield spec, part
 
-    # A gradient's way: param.py adds it to main_grad(param) and calls ready(param), of Bucket, which counts `missing`
+    # A gradient's way: a backward adds it to main_grad(param) and calls ready(param), of Bucket, which counts `missing`
     # down from `expected`, all gradients of a step, and if is_due() calls start_reduction(). That (1) resumes the
     # bucket whose reduction was started before, (2) runs this one's generator reduction() to its first yield, and keeps
     # it as `reducing`; finish_step() runs each to its end. So all but the last collectives have a backward to hide

@@ -78,7 +78,7 @@ def compute(function: Callable, inputs: list[Tensor], uses_kernels: bool) -> lis
     """[results, gradients if there are any]; in place of what a kernel does not compute, why."""
     leaves, found = [x.detach().clone().requires_grad_() for x in inputs], []
     for x in leaves:
-        x.sink = None  # see param.main_grad
+        x.sink = None  # see gradients.main_grad
     try:
         with patch.object(operations, "uses_kernels", lambda x: uses_kernels):
             results = function(*leaves)

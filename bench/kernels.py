@@ -26,7 +26,8 @@ import kernels
 import operations
 from bench.rows import Rate, Result, compare, measure_seconds
 from config import FP8_RECIPES
-from param import Spec, accumulate_product, parameter
+from gradients import accumulate_product
+from param import Spec, parameter
 from tp import Column, Matmul, TensorParallel
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels

@@ -19,7 +19,8 @@ import fp8
 import operations
 from bench.rows import first_line, measure_seconds, relative_error
 from config import FP8_RECIPES
-from param import Spec, accumulate_product, parameter
+from gradients import accumulate_product
+from param import Spec, parameter
 from run import start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -29,8 +29,8 @@ import collectives
 import config
 import ep
 import fp8
+import gradients
 import kernels
-import param
 import rules
 import tp
 import train
@@ -361,10 +361,10 @@ def test_what_waits_for_a_weight_gradient_is_the_input_and_the_results_gradient(
     w, x = weight(normal(N, K, dtype=torch.float32)), normal(T, K, dtype=torch.float32).requires_grad_()
     mm.quantise_weight((w,))
     with meter:
-        param.backward_input((0, 0), layer.apply(x, TensorParallel(), mm, layer is Column, w).square().sum(), None)
+        gradients.backward_input((0, 0), layer.apply(x, TensorParallel(), mm, layer is Column, w).square().sum(), None)
         held = meter.settled()["other"] - x.nbytes  # which is dx
     assert 0 <= held - nbytes * T * N <= 2 * 4 * T * N // 128 and w.grad is None  # scales
-    param.backward_weight((0, 0))
+    gradients.backward_weight((0, 0))
     assert w.grad is not None and not w.grad.requires_grad
 
 

@@ -63,6 +63,7 @@ groups
 rules
 config
 param
+gradients
 learn.collectives
 learn.gpu
 learn.judge
@@ -74,13 +75,13 @@ plan.printing
 schedules
 bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
-SHARED = {"collectives", "schedules", "param", "operations", "recompute", "kernels", "flash",
+SHARED = {"collectives", "schedules", "param", "gradients", "operations", "recompute", "kernels", "flash",
           "config", "update"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
               "ep": set(), "fp8": set()}
 # Files of the root without a demo yet. train.py is the demo of all of them.
-WITHOUT_DEMO = {"collectives", "config", "groups", "kernels", "operations", "param", "rules", "schedules", "train",
-                "update"}
+WITHOUT_DEMO = {"collectives", "config", "gradients", "groups", "kernels", "operations", "param", "rules", "schedules",
+                "train", "update"}
 
 
 @cache

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import gradients
 import param
+from collectives import done
 from param import Spec, boxes, draw, is_first_replica, local_box, parameter
 
 # One example of each kind of axis: (Spec, axes of the grid, how many ranks have each element).
@@ -86,7 +88,7 @@ class Bucket:
     def __init__(self, *weights: torch.nn.Parameter):
         self.grads, self.heard = {}, []
         for weight in weights:
-            param.attach_sink(weight, self)
+            gradients.attach_sink(weight, self)
 
     def main_grad(self, weight):
         return self.grads.setdefault(weight, torch.zeros(weight.shape))
@@ -101,7 +103,7 @@ def weights():
     for i, weight in enumerate(made):
         weight.data = torch.tensor([2.0 + i])
     yield made
-    assert param.queued_keys() == []
+    assert gradients.queued_keys() == []
 
 
 def loss(x, weights, defer=True):
@@ -111,7 +113,7 @@ def loss(x, weights, defer=True):
 
     def times(x, weight):
         def backward(grad):
-            param.accumulate_grad(weight, lambda out: out.add_((grad * x).sum() + 0 * kept.sum()), defer)
+            gradients.accumulate_grad(weight, lambda out: out.add_((grad * x).sum() + 0 * kept.sum()), defer)
             return grad * weight
         return Layer.apply(x, weight, backward)
 
@@ -126,23 +128,23 @@ def test_a_sink_hears_of_every_parameter_once_a_backward(weights):
         assert bucket.grads[weights[0]].item() == passes * 60 and bucket.grads[weights[1]].item() == passes * 20
         assert weights[0].grad is None and weights[1].grad is None
     with pytest.raises(AssertionError, match="w0 has a sink already"):
-        param.attach_sink(weights[0], bucket)
+        gradients.attach_sink(weights[0], bucket)
 
 
 def test_weight_gradients_wait_until_they_are_asked_for(weights):
     bucket = Bucket(*weights)
     x = torch.tensor([5.0], requires_grad=True)
-    param.backward_input((0, 7), loss(x, weights), None)
+    gradients.backward_input((0, 7), loss(x, weights), None)
     assert x.grad.item() == 12
     assert bucket.heard == [weights[1]] and weights[0] not in bucket.grads  # only what came by plain autograd is there
-    assert param.queued_keys() == [(0, 7)] and not param.is_deferring()
-    param.backward_weight((0, 7))
+    assert gradients.queued_keys() == [(0, 7)] and not gradients.is_deferring()
+    gradients.backward_weight((0, 7))
     assert bucket.heard == [weights[1], weights[0]]
     assert bucket.grads[weights[0]].item() == 60
     assert not bucket.grads[weights[0]].requires_grad, "a graph would grow from every deferred gradient"
-    param.backward_input((0, 7), loss(x, weights, defer=False), None)
+    gradients.backward_input((0, 7), loss(x, weights, defer=False), None)
     assert bucket.grads[weights[0]].item() == 2 * 60 and len(bucket.heard) == 4, "what must not be deferred is not"
-    param.backward_weight((0, 7))
+    gradients.backward_weight((0, 7))
 
 
 def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
@@ -155,14 +157,14 @@ def test_what_deferred_gradients_read_is_freed_one_by_one(weights):
         def add(out):
             seen.append(sum(reference() is not None for reference in alive))
             out.add_(activation.sum())
-        param.accumulate_grad(weight, add)
+        gradients.accumulate_grad(weight, add)
         return grad
 
     y = torch.tensor([5.0], requires_grad=True)
     for weight in (*weights, weights[0]):
         y = Layer.apply(y, weight, partial(backward, weight))
-    param.backward_input((0, 0), y, None)
-    param.backward_weight((0, 0))
+    gradients.backward_input((0, 0), y, None)
+    gradients.backward_weight((0, 0))
     assert seen == [3, 2, 1]
 
 
@@ -173,16 +175,18 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
     for bucket in buckets:
         bucket.ready = lambda weight: seen.append(f"ready {weight.spec.name}")
 
-    def steps(name, params):
-        seen.append(f"start {name}")
-        yield
-        seen.append(f"add {name}")
-        param.add_to(params, lambda out: out.add_(1.0))
-
     def backward(name, params, grad):
-        adding = param.start_weight_grad(params, steps(name, params))
+        def gather():
+            seen.append(f"start {name}")
+            return done(torch.ones(1))
+
+        def add(out, gathered):
+            seen.append(f"add {name}")
+            out.add_(gathered)
+
+        finish = gradients.start_weight_grad(params, gather, add)
         seen.append(f"input {name}")
-        next(adding, None)
+        finish()
         return grad
 
     def loss():
@@ -195,9 +199,9 @@ def test_a_weight_gradient_in_two_steps_is_between_them_while_its_caller_compute
     assert [event for event in seen if "ready" not in event] == [
         f"{step} {name}" for name in "cba" for step in ("start", "input", "add")]
     seen.clear()
-    param.backward_input((0, 0), loss(), None)
+    gradients.backward_input((0, 0), loss(), None)
     assert seen == ["input c", "input b", "input a"]
-    param.backward_weight((0, 0))
+    gradients.backward_weight((0, 0))
     assert seen[3:] == ["start c", "start b", "add c", "start a", "add b", "ready w1", "add a", "ready w0"]
     assert [bucket.grads[weight].item() for bucket, weight in zip(buckets, weights)] == [6.0, 2.0]
 
@@ -207,12 +211,12 @@ def test_weight_gradients_of_a_failed_step_are_not_computed_in_the_next(weights)
         raise FloatingPointError("in the middle of a backward")
 
     x = torch.tensor([5.0], requires_grad=True)
-    param.backward_input((0, 0), loss(x, weights), None)
+    gradients.backward_input((0, 0), loss(x, weights), None)
     with pytest.raises(FloatingPointError):
-        param.backward_input((0, 1), loss(Layer.apply(x, 1, fail), weights), None)
-    assert param.queued_keys() == [] and not param.is_deferring() and weights[0].grad is None
-    param.backward_input((0, 1), loss(x, weights), None)
-    param.backward_weight((0, 1))
+        gradients.backward_input((0, 1), loss(Layer.apply(x, 1, fail), weights), None)
+    assert gradients.queued_keys() == [] and not gradients.is_deferring() and weights[0].grad is None
+    gradients.backward_input((0, 1), loss(x, weights), None)
+    gradients.backward_weight((0, 1))
     assert weights[0].grad.item() == 2 * 5 * 2 * 3, "of one backward, and without a sink in .grad"
 
 
@@ -223,9 +227,10 @@ def test_parameters_side_by_side_get_one_gradient():
     bucket.grads = {first: flat[:12].view(3, 4), second: flat[12:].view(2, 4)}
     for sink in (bucket, None, None):
         first.sink = second.sink = sink
-        param.accumulate_grad((first, second), lambda out: outs.append(out) or out.add_(torch.arange(20.0).view(5, 4)))
+        gradients.accumulate_grad((first, second), lambda out: outs.append(out) or out.add_(
+            torch.arange(20.0).view(5, 4)))
     assert outs[0].data_ptr() == flat.data_ptr() and torch.equal(flat, torch.arange(20.0))
     assert torch.equal(torch.cat([first.grad, second.grad]), 2 * torch.arange(20.0).view(5, 4))
-    assert param.stacked_view([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
-    assert param.stacked_view([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
-    assert param.stacked_view([flat[:16].view(4, 4).t(), flat[16:].view(1, 4)]) is None  # not in the order of memory
+    assert gradients.stacked_view([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
+    assert gradients.stacked_view([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
+    assert gradients.stacked_view([flat[:16].view(4, 4).t(), flat[16:].view(1, 4)]) is None  # not in order

@@ -21,7 +21,8 @@ import collectives
 import config
 import pp
 import rules
-from param import Spec, backward_weight, parameter
+from gradients import backward_weight
+from param import Spec, parameter
 from plan import costs
 from plan.memory import backwards_in_memory
 from run import timeline

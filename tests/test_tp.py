@@ -24,8 +24,8 @@ import collectives
 import cp
 import ep
 import fp8
+import gradients
 import kernels
-import param
 import rules
 import tp
 from collectives import ALONE
@@ -86,8 +86,8 @@ class PairOfLayers:
         y = Row.apply(hidden, how, mm, False, c)
         drop(hidden, y, torch.tanh, ab)
         if split:
-            param.backward_input((0, 0), y, self.up[part])
-            param.backward_weight((0, 0))
+            gradients.backward_input((0, 0), y, self.up[part])
+            gradients.backward_weight((0, 0))
         else:
             y.backward(self.up[part])
         return [y, mine.grad, c.grad, torch.cat((a.grad, b.grad))]
@@ -165,9 +165,9 @@ def test_a_queued_weight_gradient_keeps_no_graph_alive(layer):
     alive, result = weakref.ref(token), [run(x).sum()]
     del token, x
     assert alive() is not None
-    param.backward_input((0, 0), result.pop(), None)
+    gradients.backward_input((0, 0), result.pop(), None)
     assert alive() is None and matrix.grad is None
-    param.backward_weight((0, 0))
+    gradients.backward_weight((0, 0))
     assert matrix.grad.abs().sum() > 0
 
 
@@ -178,9 +178,9 @@ def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
     _, model, optimizer = grids.build(settings)
     optimizer.begin_step(1)
     tokens = torch.arange(48).view(2, 24)
-    param.backward_input((0, 0), model(tokens, labels=tokens), None)
-    waiting = {weight.spec.name for weights, _ in param._queue[0, 0] for weight in weights}
-    param.backward_weight((0, 0))
+    gradients.backward_input((0, 0), model(tokens, labels=tokens), None)
+    waiting = {weight.spec.name for queued in gradients._queue[0, 0] for weight in queued.params}
+    gradients.backward_weight((0, 0))
     want = {weight.spec.name for weight in model.parameters() if weight.ndim > 1}
     assert waiting == want - {"embedding", "head", "layers.1.router"} and len(waiting) == (
         2 * 4 + 3 + 2 + 3)  # attention of two layers, a dense layer, experts, a shared expert
@@ -236,7 +236,7 @@ def order_of_layers(kind: str, pairs: int = 1) -> list[str]:
 
     first, edge = traced(forward)
     return [first, traced(torch.autograd.backward, edge)[0],
-            traced(param.backward_input, (0, 0), forward(), None)[0], traced(param.backward_weight, (0, 0))[0]]
+            traced(gradients.backward_input, (0, 0), forward(), None)[0], traced(gradients.backward_weight, (0, 0))[0]]
 
 
 def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_wait(pool):

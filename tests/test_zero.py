@@ -15,7 +15,8 @@ from watch import in_order, waits
 import config
 import zero
 from collectives import ALONE
-from param import Spec, stacked_view
+from gradients import stacked_view
+from param import Spec
 from run import dryrun
 from test_grids import compare, model_flags, truth
 from update import UPDATE_RULES
