@@ -24,13 +24,12 @@ Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Pa
 Shapes: n ranks of the data axis ("dp", which includes context parallel ranks; of experts "edp"), P parameters.
 """
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from functools import reduce
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
 
-from collectives import Group, Groups, all_reduce, run_demo, sent
+from collectives import Group, Groups, Pending, all_reduce, run_demo, sent
 from gradients import attach_sink
 from param import Spec, acc_dtype, most_elements, parameter
 
@@ -38,10 +37,11 @@ Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embe
 
 
 class Bucket:
-    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32. gradients.py
-    calls such an object a sink: a backward adds a gradient to main_grad(param), then calls ready(param). The buckets of
-    zero.py have a reduction of their own, which may start after every micro-batch.
-    params: all with the same data axis, in the order of the buffer -> how many gradients each gets per micro-batch.
+    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
+
+    A backward adds a gradient to main_grad(param), then calls ready(param): gradients.py calls such an object a sink.
+    The last gradient of a step starts the reduction, and finish_step waits for it.
+    params: parameter -> gradients per micro-batch, in the order of the buffer; all share one data axis.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups):
@@ -56,8 +56,8 @@ class Bucket:
             self.numel += most_elements(param.spec, groups)
             attach_sink(param, self)
         self.grad: Tensor | None = None
-        self.missing = self.expected = 0  # gradients that are still to come in this step; all of this step (zero.py)
-        self.reducing: Iterator[None] = iter(())  # the last reduction that was started
+        self.missing = 0  # gradients that are still to come in this step
+        self.reducing: Pending | None = None  # the reduction, while it is running
 
     def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
         """The slice of a flat tensor that belongs to one parameter, in the parameter's shape."""
@@ -67,7 +67,7 @@ class Bucket:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def begin_step(self, micro_batches: int) -> None:
-        self.missing = self.expected = self.grads_per_micro_batch * micro_batches
+        self.missing = self.grads_per_micro_batch * micro_batches
         assert self.missing > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
         if self.grad is not None:
             self.grad.zero_()
@@ -80,28 +80,21 @@ class Bucket:
     def ready(self, param: nn.Parameter) -> None:
         self.missing -= 1
         assert self.missing >= 0, f"{param.spec.name}: more backward passes than the step was begun with"
-        if self.is_due():
+        if self.missing == 0:
             self.start_reduction()
 
-    def is_due(self) -> bool:
-        """Whether the reduction starts now."""
-        return self.missing == 0
-
     def start_reduction(self) -> None:
-        self.reducing = self.reduction()
-        next(self.reducing, None)
-
-    def reduction(self) -> Iterator[None]:
-        """Sum the gradient over the ranks. A generator because zero.py's waits for one collective to start another."""
-        pending = all_reduce(self.grad, self.group, async_op=True)
-        yield
-        pending.wait()
+        """Start to sum the gradient over the ranks. Backward goes on meanwhile."""
+        self.reducing = all_reduce(self.grad, self.group, async_op=True)
 
     def finish_step(self) -> None:
-        """After the last backward: then `grad` is the sum over all ranks and micro-batches."""
+        """Wait until `grad` is the sum over all ranks and micro-batches. Call this after the last backward."""
+        self.check_complete()
+        if self.reducing:
+            self.reducing.wait()
+
+    def check_complete(self) -> None:
         assert self.missing == 0, f"{self.name} and {len(self.params) - 1} more wait for {self.missing} gradients"
-        for _ in self.reducing:
-            pass
 
 
 def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
@@ -142,7 +135,10 @@ def demo(group: Group) -> None:
                 lambda weight, events=events: events.append(f"g{weight.spec.name} {sent[group.axis]:7,}"))
         for bucket in buckets:
             bucket.begin_step(micro_batches=1)
-        reduce(torch.matmul, layers, torch.ones(1, 64, dtype=torch.float64)).sum().backward()
+        x = torch.ones(1, 64, dtype=torch.float64)
+        for weight in layers:
+            x = x @ weight
+        x.sum().backward()
         for bucket in buckets:
             bucket.finish_step()
         if group.rank == 0:

@@ -133,7 +133,7 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     found: dict[tuple[str, int], Matrix] = {}
     for index, bucket in enumerate(buckets):
         for rank, places in enumerate(peers):
-            shards = places[bucket.group.axis] if bucket.level else ALONE
+            shards = places[bucket.group.axis] if bucket.is_sharded else ALONE
             shard = shard_slice(bucket.numel, shards.size, shards.rank)
             for param in bucket.params:
                 begin = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after

@@ -13,10 +13,29 @@ What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
     2       ████      █           █               (A+1)P    reduce-scatter per micro-batch, all-gather per step
     3       █         █           █               3AP       reduce-scatter and two all-gathers per micro-batch
 
-The data parallel ranks are shards x replicas: level 0 is one shard on n replicas, levels 1 to 3 are n shards, hybrid
-sharding is n shards on each of r replicas, which add up their shards of the gradients (2P/n more, times (r-1)/r). So
-every gradient takes one path, `reduction`, and a level answers three questions: is a bucket cut into shards (>= 1)? Is
-its gradient reduced, and freed, after every micro-batch (>= 2)? Are its weights whole only while they are used (3)?
+What a rank has in the course of a step, the whole bucket or only its own shard:
+
+    tensor            when                      level 0   level 1     level 2     level 3
+    weights           between steps             whole     whole       whole       shard
+                      forward and backward      whole     whole       whole       whole while their unit runs
+                      update                    whole     shard (a)   shard (a)   shard
+    gradient          between steps, forward    whole     whole       shard       shard
+                      backward                  whole     whole       both (b)    both (b)
+                      update                    whole     shard (c)   shard       shard
+    optimizer state   always                    whole     shard       shard       shard
+
+    (a) The update changes this shard. An all-gather, which runs under the next forward, then makes the weights whole.
+    (b) The gradient of a micro-batch is whole until it is reduced. The result is added to the shard.
+    (c) The whole gradient keeps its memory, but only this shard of it is summed over the ranks.
+
+The data parallel ranks are shards x replicas. Level 0 is one shard on n replicas. Levels 1 to 3 are n shards. Hybrid
+sharding is n shards on each of r replicas, which add up their shards of the gradients (2P/n more, times (r-1)/r).
+
+A level answers three questions about a bucket:
+
+    is_sharded      Is it cut into shards?                                             levels 1, 2, 3
+    frees_grad      Is its gradient reduced after every micro-batch, and then freed?   levels 2, 3
+    frees_weights   Are its weights whole only while a unit uses them?                 level 3
 
 Overlap: reductions run under backward, but the last; all-gathers of levels 1 and 2 under the next forward, of level 3
          under the unit before. Not hidden: a forward's first and, at level 3, that of a backward without the head.
@@ -30,143 +49,217 @@ Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevici
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step; a unit: embedding, a block, or head.
 """
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from collectives import ALONE, Group, Groups, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
+from collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
 from config import need, padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
-from param import Box, Source, Spec, is_first_replica, parameter, pieces_within
+from param import Box, Source, Spec, is_first_replica, most_elements, parameter, pieces_within
 from update import UPDATE_RULES, LossScale
 
 
-def treatment(param: nn.Parameter) -> tuple:
-    """What finish_step (partial_axes), the norm (replicated_axes) and the update rule (decay) treat differently. A
-    bucket is sorted by it: what is treated alike is one span of its flat tensors, in which parameters keep the order of
-    the model. So wq, wk and wv stay neighbours (if tp <= K), and one matmul adds to all three gradients."""
-    return param.spec.partial_axes, param.spec.replicated_axes, not param.spec.decay
+class Span(NamedTuple):
+    """Elements start..stop of a bucket's flat tensors: parameters that are treated alike. spec: the first one's."""
+    start: int
+    stop: int
+    spec: Spec
+
+
+def treatment(spec: Spec) -> tuple:
+    """What finish_step (partial_axes), the norm (replicated_axes) and the update rule (decay) treat differently.
+
+    A bucket is sorted by it. Inside a span parameters keep the order of the model. So wq, wk and wv stay neighbours
+    (if tp <= K), and one matmul adds to all three gradients.
+    """
+    return spec.partial_axes, spec.replicated_axes, not spec.decay
+
+
+def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
+    return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
+
+
+def find_spans(bucket: Bucket) -> list[Span]:
+    spans: list[Span] = []
+    for param in bucket.params:
+        start = bucket.offset[param]
+        stop = start + most_elements(param.spec, bucket.groups)
+        if spans and treatment(spans[-1].spec) == treatment(param.spec):
+            spans[-1] = spans[-1]._replace(stop=stop)
+        else:
+            spans.append(Span(start, stop, param.spec))
+    return spans
 
 
 class ShardedBucket(Bucket):
-    """The weights, gradient and optimizer state of a bucket: flat tensors, whole or this rank's shard of them.
+    """The weights, gradient and optimizer state of a bucket, in flat tensors:
 
-    shards: the ranks that have different shards. replicas: those that have the same one. shard: this rank's slice.
-    state: name -> tensor as long as the shard: "master", the master weights, and the rule_state of the update rule.
-    started_last: a dict that all buckets share: process group -> the bucket whose reduction was started last on it.
-    Of Bucket: numel, of the flat tensors, here padded; offset: parameter -> where it begins; acc_dtype: fp32, or fp64.
+                          whole, `numel` elements   this rank's shard
+        weights           weights                   weight_shard, a view of `weights`; at level 3 a tensor of its own
+        gradient          grad                      grad_shard, a view of `grad`; at levels 2 and 3 a tensor of its own
+        optimizer state                             state: name -> tensor; "master", and the moments in rule_state
+
+    Of Bucket: `offset`, where each parameter begins; acc_dtype, fp32 or fp64. `numel` is padded here.
+    shard: this rank's slice of a whole tensor. shards: the ranks that have different shards. replicas: the ranks that
+    have the same shard. last_started: process group -> the bucket that started a reduction on it last; all buckets
+    share this dict.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
                  moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-                 offload: Callable | None, started_last: dict):
-        super().__init__({param: params[param] for param in sorted(params, key=treatment)}, groups)
-        starts = [(self.offset[first], first.spec) for _, (first, *_) in groupby(self.params, treatment)]
-        self.spans = [(start, stop, spec) for (start, spec), (stop, _) in pairwise([*starts, (self.numel, None)])]
-        self.reduce_dtype, self.started_last = reduce_dtype or self.acc_dtype, started_last
+                 offload: Callable | None, last_started: dict):
+        super().__init__(sorted_by_treatment(params), groups)
+        self.spans = find_spans(self)
+        self.reduce_dtype, self.last_started = reduce_dtype or self.acc_dtype, last_started
 
-        # In hybrid sharding the data axis is the ranks of one replica, and "replicate" those that have the same shard.
+        # Shards. With hybrid sharding the data axis is the ranks of one replica. "replicate" is the ranks with the same
+        # shard.
         self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
         self.level = level if self.shards.size > 1 else 0  # one shard is no sharding
         self.numel = padded_elements(self.numel, self.shards.size)  # the padding is in no span
         length, dtype = self.numel // self.shards.size, self.params[0].dtype
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
 
+        # Weights.
         self.weights = self.zeros(self.numel, dtype)
         for param in self.params:
             # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
             param.data = self.view(self.weights, param)
-        self.unsharding = done(self.weights)
+        self.weight_shard = self.zeros(length, dtype) if self.frees_weights else self.weights[self.shard]
+        self.unsharding = done(self.weights)  # the last all-gather
         self.users = 0  # calls of `unshard` less calls of `reshard`: with afab many micro-batches use the head at once
-        self.weight_shard = self.zeros(length, dtype) if self.level == 3 else self.weights[self.shard]
-        if self.level == 3:
+        if self.frees_weights:
             self.free_weights()
 
+        # Optimizer state.
         self.host = offload(self) if offload else None  # allocates `state` there, copies gradients in, weights out
         zeros = self.host.zeros if self.host else self.zeros
         self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
         moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
         self.state = {"master": self.master} | moments
 
-        if self.level < 2:
-            self.grad = self.zeros(self.numel, self.acc_dtype)
-            self.grad_shard = self.grad[self.shard]
-        else:  # `grad` exists from a micro-batch's first main_grad to its reduction
-            self.grad_shard = self.zeros(length, self.acc_dtype)
+        # Gradient. If it is freed, `grad` exists from a micro-batch's first main_grad to its reduction.
+        self.grad = None if self.frees_grad else self.zeros(self.numel, self.acc_dtype)
+        self.grad_shard = self.zeros(length, self.acc_dtype) if self.frees_grad else self.grad[self.shard]
+        self.scattering: Pending | None = None  # the reduce-scatter over shards, while it is running
+        self.summing: Pending | None = None  # the all-reduce over replicas, while it is running
+        self.reductions = self.reduced = 0  # of this step: reductions over shards; how many of them are in grad_shard
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.level >= 1
+
+    @property
+    def frees_grad(self) -> bool:
+        return self.level >= 2
+
+    @property
+    def frees_weights(self) -> bool:
+        return self.level == 3
 
     def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
-        """Of a tensor as long as the shard: the elements that are start..stop of the whole bucket."""
+        """Return elements start..stop of the whole bucket, if this shard has them. flat: as long as the shard."""
         start, stop = (min(max(i - self.shard.start, 0), len(flat)) for i in (start, stop))
         return flat[start:stop]
 
-    def parts(self, flat: Tensor) -> Iterator[tuple[Spec, Tensor]]:
-        """Of a tensor as long as the shard: what it has of each span, but for spans of which it has nothing."""
+    def parts(self, flat: Tensor) -> list[tuple[Spec, Tensor]]:
+        """Return (spec, part) for every span that overlaps this shard. flat: as long as the shard."""
+        found = []
         for start, stop, spec in self.spans:
             part = self.within_shard(flat, start, stop)
             if len(part):
-                yield spec, part
+                found.append((spec, part))
+        return found
 
-    # A gradient's way: a backward adds it to main_grad(param) and calls ready(param), of Bucket, which counts `missing`
-    # down from `expected`, all gradients of a step, and if is_due() calls start_reduction(). That (1) resumes the
-    # bucket whose reduction was started before, (2) runs this one's generator reduction() to its first yield, and keeps
-    # it as `reducing`; finish_step() runs each to its end. So all but the last collectives have a backward to hide
-    # under. With replicas, at a step's end:
+    # Gradient. A backward adds it to main_grad(param) and calls ready(param). The reduction has three steps:
+    #
+    #     start_reduction       Start to reduce-scatter `grad` over the shards.
+    #     continue_reduction    Wait for the reduce-scatter and add its result to grad_shard. After the last one of the
+    #                           step, start to all-reduce grad_shard over the replicas, if there are any.
+    #     finish_step           Wait for the all-reduce.
+    #
+    # Level 0 has one shard: there start_reduction starts the all-reduce at once.
+    #
+    # `ready` calls start_reduction. The next bucket that starts a reduction calls continue_reduction of this one. If
+    # there is none, finish_step does. So all collectives except the last run under a backward. The end of a step with
+    # replicas:
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
     #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
     #     bucket 2                            start reduce-scatter      add, start all-reduce     wait
     #     bucket 1                                                      start reduce-scatter      add, all-reduce, wait
 
-    def reduction(self) -> Iterator[None]:
-        """Sum `grad` over shards into grad_shard (not at level 0); the step's last reduction then sums that over
-        replicas, if there are any. It yields while a collective is running."""
-        is_last = self.missing == 0
-        # The step's first reduction overwrites grad_shard, later ones add to it.
-        is_first = self.level < 2 or self.missing + self.grads_per_micro_batch == self.expected
-        if self.level:
-            whole = self.grad.to(self.reduce_dtype)
-            if self.level >= 2:
-                self.grad = None
-            in_place = is_first and whole.dtype == self.acc_dtype
-            # At level 1 grad_shard is this rank's slice of `whole`, as NCCL wants it of a reduce-scatter in place.
-            part = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
-            pending = reduce_scatter(part, whole, self.shards, async_op=True)
-            del whole  # a suspended generator keeps its variables: now `pending` alone holds it, until it is waited for
-            yield
-            pending.wait()
-            if not in_place:
-                self.grad_shard.copy_(part) if is_first else self.grad_shard.add_(part)
-            del part
-        if is_last and self.replicas.size > 1:
-            part = self.grad_shard.to(self.reduce_dtype)
-            pending = all_reduce(part, self.replicas, async_op=True)
-            yield
-            pending.wait()
-            if part is not self.grad_shard:
-                self.grad_shard.copy_(part)
+    def begin_step(self, micro_batches: int) -> None:
+        super().begin_step(micro_batches)
+        self.reductions = micro_batches if self.frees_grad else 1
+        self.reduced = 0
 
-    def is_due(self) -> bool:
-        """Whether a reduction starts now. At levels 2 and 3 it does after as many gradients as a micro-batch has. In a
-        split backward these may come from several micro-batches, because gradients of norms are computed before
-        gradients of matrices. Each gradient is still reduced once."""
-        return self.missing % self.grads_per_micro_batch == 0 if self.level >= 2 else self.missing == 0
+    def ready(self, param: nn.Parameter) -> None:
+        """If gradients are freed, also start a reduction after as many gradients as a micro-batch has.
+
+        In a split backward these can come from different micro-batches, because the gradients of norms are computed
+        before the gradients of matrices. Each gradient is still reduced once.
+        """
+        super().ready(param)  # starts a reduction if this was the last gradient of the step
+        if self.frees_grad and self.missing > 0 and self.missing % self.grads_per_micro_batch == 0:
+            self.start_reduction()
 
     def start_reduction(self) -> None:
-        """First resume the reduction before this on the data axis: at levels 2 and 3 to free its gradient, so that at
-        most two exist; with replicas to start its all-reduce, which backward then hides. But backward waits if the
-        network is a bucket behind; so not at level 1 without replicas, nor at level 0."""
-        if self.level >= 2 or (self.level and self.replicas.size > 1):
+        if not self.is_sharded:
+            self.start_all_reduce()
+            return
+        # Levels 2 and 3 now free the gradient of the bucket before, so that at most two whole gradients exist. With
+        # replicas, this starts the all-reduce of the bucket before, which backward then hides. Level 1 without replicas
+        # has neither reason, and does not wait: if the network were a bucket behind, backward would stand still.
+        if self.frees_grad or self.replicas.size > 1:
             axis = self.shards.process_group
-            if before := self.started_last.get(axis):
-                next(before.reducing, None)
-            self.started_last[axis] = self
-        super().start_reduction()
+            if axis in self.last_started:
+                self.last_started[axis].continue_reduction()
+            self.last_started[axis] = self
+        whole = self.grad.to(self.reduce_dtype)
+        if self.frees_grad:
+            self.grad = None  # its memory is freed when the reduce-scatter has been waited for
+        # The first result of a step is received in grad_shard itself, if dtypes allow. At level 1 that is this rank's
+        # slice of `whole`, as NCCL wants it for a reduce-scatter in place.
+        in_place = self.reduced == 0 and whole.dtype == self.acc_dtype
+        received = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
+        self.scattering = reduce_scatter(received, whole, self.shards, async_op=True)
+
+    def continue_reduction(self) -> None:
+        """Do nothing if no reduce-scatter is running."""
+        if self.scattering is None:
+            return
+        self.add_to_shard(self.scattering.wait())
+        self.scattering = None
+        self.reduced += 1
+        if self.reduced == self.reductions:
+            self.start_all_reduce()
+
+    def add_to_shard(self, received: Tensor) -> None:
+        """Add the result of a reduce-scatter. The first one of a step overwrites what is left of the step before."""
+        if received is self.grad_shard:
+            return
+        if self.reduced == 0:
+            self.grad_shard.copy_(received)
+        else:
+            self.grad_shard.add_(received)
+
+    def start_all_reduce(self) -> None:
+        if self.replicas.size > 1:
+            self.summing = all_reduce(self.grad_shard.to(self.reduce_dtype), self.replicas, async_op=True)
 
     def finish_step(self) -> None:
-        """After the last backward: then grad_shard is the sum over all ranks and micro-batches."""
-        super().finish_step()
+        """Wait until grad_shard is the sum over all ranks and micro-batches. Call this after the last backward."""
+        self.check_complete()
+        self.continue_reduction()
+        if self.summing:
+            total = self.summing.wait()
+            self.summing = None
+            if total is not self.grad_shard:
+                self.grad_shard.copy_(total)
         for spec, part in self.parts(self.grad_shard):
             for axis in spec.partial_axes:  # with sp, gradients of norms' weights are partial over tp
                 all_reduce(part, self.groups[axis])
@@ -194,15 +287,15 @@ class ShardedBucket(Bucket):
             self.host.copy_weights(self.master, self.weight_shard)
         elif self.master is not self.weight_shard:
             self.weight_shard.copy_(self.master)
-        if self.level == 3:  # a forward whose backward never ran has left old weights unsharded
+        if self.frees_weights:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
             self.free_weights()
-        elif self.level:
+        elif self.is_sharded:
             self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
 
     def prefetch(self) -> None:
         """Start the all-gather of the weights at level 3, if they are not whole already."""
-        if self.level == 3 and self.weights.untyped_storage().nbytes() == 0:
+        if self.frees_weights and self.weights.untyped_storage().nbytes() == 0:
             self.weights.untyped_storage().resize_(self.weights.nbytes)
             self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
 
@@ -215,7 +308,7 @@ class ShardedBucket(Bucket):
     def reshard(self) -> None:
         self.users -= 1
         assert self.users >= 0, f"{self.name}: more calls of reshard than of unshard"
-        if self.level == 3 and self.users == 0:
+        if self.frees_weights and self.users == 0:
             self.free_weights()
 
     def free_weights(self) -> None:
@@ -283,7 +376,7 @@ class UnitWeights:
         x = call_in_backward(self.reshard, x)  # its gradient is the last that is computed from weights
         # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
         misses = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
-        if misses and any(bucket.level == 3 for bucket in self.buckets):
+        if misses and any(bucket.frees_weights for bucket in self.buckets):
             raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
                              "would be missing in backward: call x.requires_grad_()")
         return x, *others
@@ -337,10 +430,10 @@ class Optimizer:
         need(min(clip, weight_decay) >= 0, f"clip {clip}, weight_decay {weight_decay}: must be 0 (none) or more")
         self.rule = UPDATE_RULES[rule]
         kind = kind_of if rule == "muon" else lambda spec: None
-        started_last = {}
+        last_started = {}
         self.buckets = [
             ShardedBucket(params, groups, level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
-                          offload=offload, started_last=started_last,
+                          offload=offload, last_started=last_started,
                           rule_state=(Muon if kind(next(iter(params)).spec) == "matrix" else self.rule).state)
             for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind)]
         self.of_matrices = [bucket for bucket in self.buckets if kind(bucket.params[0].spec) == "matrix"]  # Muon's

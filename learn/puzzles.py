@@ -53,10 +53,10 @@ PUZZLES = {
                      "tests/test_dp.py::test_whole_units_share_a_bucket_until_it_is_large_enough", (
                          "Fill a bucket per data axis, unit by unit; close it when its gradients reach bucket_mb.",
                          "A parameter of several units, or with a tie, is a bucket of its own.")),
-    "reduction": Puzzle("zero.py", "ShardedBucket.reduction",
+    "reduction": Puzzle("zero.py", "ShardedBucket.continue_reduction",
                         "tests/test_zero.py::test_micro_batches_are_summed_in_fp32_whatever_is_sent", (
-                            "Level 0 all-reduces over its replicas; levels 1 to 3 reduce-scatter over shards first.",
-                            "The first micro-batch replaces what is in grad_shard, later ones are added to it.")),
+                            "If a reduce-scatter is running, wait for it and give its result to add_to_shard.",
+                            "`reduced` counts the results of this step. After the last, start the all-reduce.")),
     "norm": Puzzle("zero.py", "ShardedBucket.squared_norm",
                    "tests/test_zero.py::test_clipping_scales_the_whole_gradient_to_the_limit", (
                        "Each element is owned by one rank of those that hold it: `owns` says whether by this one.",)),

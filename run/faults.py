@@ -178,11 +178,11 @@ def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tu
             replicated = {"replicate", *param.spec.replicated_axes}
             unsharded = replicated | {param.spec.data_axis}
             shards = bucket.state | {"weight": bucket.weight_shard}
-            if bucket.level < 3:
+            if not bucket.frees_weights:
                 yield param.spec.name, bucket.weights[start:stop], unsharded
                 shards = {what: shard for what, shard in shards.items() if shard is not bucket.weight_shard}
             for what, shard in shards.items():
-                axes = unsharded if bucket.level == 0 else replicated
+                axes = replicated if bucket.is_sharded else unsharded
                 yield f"{param.spec.name}/{what}", bucket.within_shard(shard, start, stop), axes
     for router in routers:
         yield router.name, router.bias, {"data", "tp"}

@@ -309,20 +309,20 @@ class GradientNoise:
         self.reductions = 0  # of the first bucket in this step: 1, or one per micro-batch
         self.local = torch.zeros((), dtype=self.buckets[0].acc_dtype, device=self.buckets[0].device)
         for bucket in self.buckets:
-            bucket.reduction = partial(self.measured, bucket, bucket.reduction)
+            bucket.start_reduction = partial(self.measure_and_start, bucket, bucket.start_reduction)
 
     def counts(self, bucket, spec: Spec) -> bool:
         """Whether this rank counts the parameter: one of the ranks with the same shard and the same tokens does."""
         return not spec.partial_axes and spec.data_axis == "dp" and is_first_replica(spec, bucket.groups)
 
-    def measured(self, bucket, reduction: Callable[[], Iterator[None]]) -> Iterator[None]:
-        """The bucket's reduction, and before it starts: add the bucket's squared local norm."""
+    def measure_and_start(self, bucket, start_reduction: Callable[[], None]) -> None:
+        """Add the squared norm of the bucket's local gradient, then start its reduction."""
         if bucket is self.buckets[0]:
             self.reductions += 1
         for start, stop, spec in bucket.spans:
             if self.counts(bucket, spec):
                 self.local += torch.linalg.vector_norm(bucket.grad[start:stop]).square()
-        yield from reduction()
+        start_reduction()
 
     def squares(self) -> torch.Tensor:
         """After the reductions of a step, before its update: this rank's terms of |g_B|^2, and of the sum over ranks of

@@ -69,7 +69,7 @@ def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends():
     """In the last of two micro-batches."""
     units = [Unit(Spec(f"layers.{i}", (4, 4))) for i in range(3)]
     with dryrun.fake_world(2, 0), in_order((Bucket, "ready", lambda bucket, param: param.spec.name),
-                                           (Bucket, "reduction", lambda bucket: f"send {bucket.name}")) as events:
+                                           (Bucket, "start_reduction", lambda bucket: f"send {bucket.name}")) as events:
         groups = NO_GROUPS | {"dp": grids.everyone()}
         buckets = [Bucket(params, groups) for params in assign_to_buckets({0: units}, 0, {})]
         for unit, bucket in zip(units, buckets):
