@@ -34,7 +34,7 @@ Shapes: n ranks of the axis "muon", P parameters in the matrices of a pipeline r
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from torch import Tensor
 from collectives import ALONE, Group, Pending, all_to_all, run_demo
 from config import OPTIMIZERS
 from param import Box, Spec, box_shape, local_box, pieces_within, shard_slice
+from update import StepScalars
 
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: steepest at 0, and singular values stay near 1
@@ -162,21 +163,26 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 
 
 def senders(pieces: list[Piece], owner: int) -> list[Piece]:
-    """One piece of each box: the owner's own, if it has the box, else that of the nearest rank that has it."""
-    nearest = {}
-    for piece in sorted(pieces, key=lambda piece: -abs(piece.rank - owner)):  # a nearer one replaces a farther one
-        nearest[tuple((side.start, side.stop) for side in piece.box)] = piece
+    """Return one piece of each box: the owner's own if it has the box, else the nearest rank's."""
+    nearest: dict[tuple, Piece] = {}
+    for piece in pieces:
+        box = tuple((side.start, side.stop) for side in piece.box)
+        if box not in nearest or abs(piece.rank - owner) <= abs(nearest[box].rank - owner):
+            nearest[box] = piece
     return list(nearest.values())
 
 
 class Muon:
-    """The update of all matrices of a pipeline rank. buckets, peers: see find_matrices. `master` and state["m"], the
-    momentum, of a bucket are this rank's shards, in the dtype of gradients. group: of the axis "muon"."""
+    """The update of all matrices of a pipeline rank. What is computed between start and finish hides an all-to-all.
+
+    buckets, peers: see find_matrices. `master` and state["m"], the momentum, of a bucket are this rank's shards, in the
+    dtype of gradients. group: the axis "muon".
+    """
     state = OPTIMIZERS["muon"]
 
-    def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping]):
+    def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping], weight_decay: float):
         assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
-        self.buckets, self.group, first = buckets, group, buckets[0]
+        self.buckets, self.group, self.weight_decay, first = buckets, group, weight_decay, buckets[0]
         self.matrices = find_matrices(buckets, peers)
         self.owners = choose_owners(self.matrices, group.size)
         dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
@@ -189,15 +195,19 @@ class Muon:
             for piece in matrix.pieces:
                 self.from_owners.add(piece, source=owner, target=piece.rank)
 
-    def update(self, grads: Sequence[Pending], *, lr: float, weight_decay: float,
-               found_inf: Tensor) -> Iterator[None]:
-        """Update the weights of all buckets by grads of their shards, which are clipped and without a loss scale;
-        nothing changes if found_inf is 1. A generator: the first `next` starts the all-to-all of momenta, which what
-        the caller then computes hides; the second does the rest."""
-        applied = found_inf == 0  # as the host does not read it, all is computed, and then not applied
-        shards = [self.add_to_momentum(bucket, grad.wait(), applied) for bucket, grad in zip(self.buckets, grads)]
-        self.to_owners.start(lambda piece: shards[piece.bucket][piece.place])
-        yield
+    def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
+        """Update the momenta and start to send them to the owners.
+
+        grads: bucket -> gradient of its shard, clipped and without a loss scale. If found_inf is 1 nothing changes: the
+        host does not read it, so all is computed and then not applied.
+        """
+        self.applied = step.found_inf == 0
+        self.shards = [self.add_to_momentum(bucket, grads[bucket].wait(), self.applied) for bucket in self.buckets]
+        self.to_owners.start(lambda piece: self.shards[piece.bucket][piece.place])
+
+    def finish(self, step: StepScalars) -> None:
+        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards."""
+        shards, self.shards = self.shards, []
         whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
                  if owner == self.group.rank}
         self.to_owners.finish(lambda piece: whole[piece.matrix][piece.box])
@@ -207,12 +217,12 @@ class Muon:
         self.from_owners.finish(lambda piece: shards[piece.bucket][piece.place])
         for bucket, of_shard in zip(self.buckets, shards):
             update = of_shard.to(bucket.master.device, bucket.acc_dtype)
-            rate = lr * applied.to(update)
-            bucket.master.mul_(1 - weight_decay * rate).sub_(update.mul_(rate))
+            rate = step.lr * self.applied.to(update)
+            bucket.master.mul_(1 - self.weight_decay * rate).sub_(update.mul_(rate))
             bucket.update_weights()
 
     def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
-        """Update this rank's shard of M. Returns that of N, in the dtype and on the device of the exchange."""
+        """Update this rank's shard of M. Return its shard of N, in the dtype and on the device of the exchange."""
         m = bucket.state["m"]
         grad = torch.where(applied, grad, m)  # a copy; if not applied, m does not change, and N is finite
         m.lerp_(grad, 1 - MOMENTUM)
@@ -226,6 +236,7 @@ class Exchange:
     def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
         self.group, self.like = group, torch.empty(0, dtype=dtype, device=device)  # like: of what is exchanged
         self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by the other rank: pieces
+        self.pending: Pending | None = None
 
     def add(self, piece: Piece, source: int, target: int) -> None:
         if source == self.group.rank:
@@ -244,7 +255,6 @@ class Exchange:
     def finish(self, view: Callable[[Piece], Tensor]) -> None:
         incoming = sum(self.receives, [])
         values = self.pending.wait().split([piece.numel for piece in incoming])
-        del self.pending
         for piece, value in zip(incoming, values):
             into = view(piece)
             into.copy_(value.view_as(into))

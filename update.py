@@ -1,8 +1,7 @@
 """The update of weights, element by element: rules of optimizers, and the loss scale of fp16 runs.
 
 A rule changes lists of flat tensors, a rank's shards, in the dtype of accumulated gradients. (muon.py updates whole
-matrices.) Two tensors stay on the device, because reading them would make the host wait: found_inf, 1 if a gradient is
-not finite, so that nothing may change; and grad_scale, which divides gradients: loss scale times max(norm / clip, 1).
+matrices.)
 
 Loshchilov & Hutter 2019 (AdamW); Micikevicius et al. 2018 (mixed precision: master weights, loss scale).
 """
@@ -15,26 +14,36 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from config import OPTIMIZERS
+from param import Spec
+
+Parts = list[tuple[Spec, Tensor]]  # the parts of a flat tensor, each with the Spec that says whether it decays
+
+
+class StepScalars(NamedTuple):
+    """What the updates of a step read besides gradients.
+
+    The tensors are where the optimizer state is. On a GPU the host must not read them, because it would have to wait.
+    """
+    lr: float
+    steps: Tensor  # updates so far
+    found_inf: Tensor  # 1 if a gradient is not finite, so that nothing may change, else 0
+    grad_scale: Tensor  # gradients are to be divided by it: the loss scale times max(norm / clip, 1)
 
 
 class UpdateRule(NamedTuple):
     """state: names of its moments, declared in config.OPTIMIZERS. apply(weights, grads, *state, steps=, lr=, betas=,
-    eps=, weight_decay=, found_inf=, grad_scale=) changes weights and state, lists of tensors. steps: updates so far."""
+    eps=, weight_decay=, found_inf=, grad_scale=) changes weights and state, lists of tensors: see StepScalars."""
     state: tuple[str, ...]
     apply: Callable[..., None]
 
-    def update(self, bucket, grad: Tensor, *, weight_decay: float, **settings) -> None:
-        """Apply it to this rank's shard of a bucket (zero.py's ShardedBucket): to what decays, then to the rest."""
-        moments = {name: bucket.state[name].to(bucket.acc_dtype) for name in self.state}  # a copy only if bf16
-        # For each tensor: (spec, part) of every span of parameters that are treated alike.
-        columns = [list(bucket.parts(flat)) for flat in (bucket.master, grad, *moments.values())]
+    def update(self, weights: Parts, grads: Parts, *moments: Parts, weight_decay: float, **settings) -> None:
+        """Apply the rule to the weights that decay, then to the others. All lists have the same Specs in one order."""
         for decays in (True, False):
-            weights, *others = ([part for spec, part in column if spec.decay == decays] for column in columns)
-            if weights:
-                self.apply(weights, *others, weight_decay=weight_decay if decays else 0.0, **settings)
-        for name, moment in moments.items():
-            if moment is not bucket.state[name]:
-                bucket.state[name].copy_(moment)
+            columns = []
+            for parts in (weights, grads, *moments):
+                columns.append([part for spec, part in parts if spec.decay == decays])
+            if columns[0]:
+                self.apply(*columns, weight_decay=weight_decay if decays else 0.0, **settings)
 
 
 def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:

@@ -48,7 +48,7 @@ Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis,
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 Shapes: n ranks of the data axis, P parameters, A micro-batches per step; a unit: embedding, a block, or head.
 """
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ from config import need, padded_elements
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
 from param import Box, Source, Spec, is_first_replica, most_elements, parameter, pieces_within
-from update import UPDATE_RULES, LossScale
+from update import UPDATE_RULES, LossScale, Parts, StepScalars, UpdateRule
 
 
 class Span(NamedTuple):
@@ -92,6 +92,25 @@ def find_spans(bucket: Bucket) -> list[Span]:
         else:
             spans.append(Span(start, stop, param.spec))
     return spans
+
+
+class StateOnDevice:
+    """Keeps the optimizer state of a bucket on its device. run/offload.py's OffloadedState has the same methods."""
+
+    def __init__(self, bucket: "ShardedBucket"):
+        self.device = bucket.device
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(length, dtype=dtype, device=self.device)
+
+    def copy_grad(self, grad: Tensor) -> Pending:
+        """Start to copy the gradient to where the state is, for an update. Here it is there already."""
+        return done(grad)
+
+    def copy_weights(self, master: Tensor, weight_shard: Tensor) -> None:
+        """Round the master weights to the weights' dtype, after an update. The two may be one tensor."""
+        if master is not weight_shard:
+            weight_shard.copy_(master)
 
 
 class ShardedBucket(Bucket):
@@ -135,11 +154,12 @@ class ShardedBucket(Bucket):
             self.free_weights()
 
         # Optimizer state.
-        self.host = offload(self) if offload else None  # allocates `state` there, copies gradients in, weights out
-        zeros = self.host.zeros if self.host else self.zeros
-        self.master = zeros(length, self.acc_dtype) if self.host or dtype != self.acc_dtype else self.weight_shard
-        moments = {name: zeros(length, moments_dtype or self.acc_dtype) for name in rule_state}
-        self.state = {"master": self.master} | moments
+        self.store = offload(self) if offload else StateOnDevice(self)
+        are_exact = dtype == self.acc_dtype and not offload  # then the weights are their own master weights
+        self.master = self.weight_shard if are_exact else self.store.zeros(length, self.acc_dtype)
+        self.state = {"master": self.master}
+        for name in rule_state:
+            self.state[name] = self.store.zeros(length, moments_dtype or self.acc_dtype)
 
         # Gradient. If it is freed, `grad` exists from a micro-batch's first main_grad to its reduction.
         self.grad = None if self.frees_grad else self.zeros(self.numel, self.acc_dtype)
@@ -165,7 +185,7 @@ class ShardedBucket(Bucket):
         start, stop = (min(max(i - self.shard.start, 0), len(flat)) for i in (start, stop))
         return flat[start:stop]
 
-    def parts(self, flat: Tensor) -> list[tuple[Spec, Tensor]]:
+    def parts(self, flat: Tensor) -> Parts:
         """Return (spec, part) for every span that overlaps this shard. flat: as long as the shard."""
         found = []
         for start, stop, spec in self.spans:
@@ -283,10 +303,7 @@ class ShardedBucket(Bucket):
         self.unsharding.wait()  # an unused prefetch may be in flight: it reads weight_shard and writes weights
         for param in self.params:
             param.generation += 1  # caches of what was computed from the weights are invalid: fp8.py
-        if self.host:
-            self.host.copy_weights(self.master, self.weight_shard)
-        elif self.master is not self.weight_shard:
-            self.weight_shard.copy_(self.master)
+        self.store.copy_weights(self.master, self.weight_shard)
         if self.frees_weights:  # a forward whose backward never ran has left old weights unsharded
             self.users = 0
             self.free_weights()
@@ -395,6 +412,16 @@ class UnitWeights:
         return call_in_backward(lambda: self.unshard(self.previous), y)
 
 
+def add_hooks(units: Units, buckets: list[ShardedBucket], head: nn.Module | None) -> None:
+    """Give every unit its UnitWeights, with the buckets of its parameters."""
+    bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+    for modules in units.values():
+        following = None
+        for unit in reversed(modules):
+            buckets_of_unit = list(dict.fromkeys(bucket_of[param] for param in unit.parameters()))  # each once
+            following = UnitWeights(unit, buckets_of_unit, following, unit is head)
+
+
 def call_in_backward(action: Callable[[], None], x: Tensor) -> Tensor:
     """x, whose complete gradient backward passes on only after calling `action`."""
     x = x.view_as(x)  # a node of its own in the graph: backward comes to it after all that has used it, and before x
@@ -404,6 +431,33 @@ def call_in_backward(action: Callable[[], None], x: Tensor) -> Tensor:
 
 
 # ---- the update -----------------------------------------------------------------------------------------------------
+
+class ElementwiseUpdate:
+    """The update of buckets by a rule that treats every element alone. It has the methods of muon.Muon.
+
+    settings: betas, eps and weight_decay.
+    """
+
+    def __init__(self, buckets: list[ShardedBucket], rule: UpdateRule, **settings):
+        self.buckets, self.rule, self.settings = buckets, rule, settings
+
+    def start(self, grads: Mapping[ShardedBucket, Pending], step: StepScalars) -> None:
+        """Update all buckets. grads: bucket -> gradient of its shard."""
+        for bucket in self.buckets:
+            self.update(bucket, grads[bucket].wait(), step)
+            bucket.update_weights()
+
+    def finish(self, step: StepScalars) -> None:
+        """Do nothing: the update needs no exchange."""
+
+    def update(self, bucket: ShardedBucket, grad: Tensor, step: StepScalars) -> None:
+        moments = [bucket.state[name].to(bucket.acc_dtype) for name in self.rule.state]  # copies, if they are in bf16
+        parts = [bucket.parts(flat) for flat in (bucket.master, grad, *moments)]
+        self.rule.update(*parts, **step._asdict(), **self.settings)
+        for name, moment in zip(self.rule.state, moments):
+            if moment is not bucket.state[name]:
+                bucket.state[name].copy_(moment)
+
 
 class Optimizer:
     """The buckets of a model and their update: `load` once; then, in each step, begin_step, all backwards, finish_step
@@ -428,27 +482,32 @@ class Optimizer:
         need(moments_dtype != torch.bfloat16 or betas[1] <= 0.99, f"betas {betas}: with moments in bf16 the second "
              "must be at most 0.99, as an average in bf16 cannot move by less than 1/256 of itself")
         need(min(clip, weight_decay) >= 0, f"clip {clip}, weight_decay {weight_decay}: must be 0 (none) or more")
-        self.rule = UPDATE_RULES[rule]
+        self.world, self.clip = groups["world"], clip
+
         kind = kind_of if rule == "muon" else lambda spec: None
         last_started = {}
-        self.buckets = [
-            ShardedBucket(params, groups, level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
-                          offload=offload, last_started=last_started,
-                          rule_state=(Muon if kind(next(iter(params)).spec) == "matrix" else self.rule).state)
-            for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind)]
-        self.of_matrices = [bucket for bucket in self.buckets if kind(bucket.params[0].spec) == "matrix"]  # Muon's
-        self.muon = Muon(self.of_matrices, groups["muon"], peers or [groups]) if self.of_matrices else None
-        self.world, device = groups["world"], self.buckets[0].device
-        self.clip, self.weight_decay = clip, weight_decay
-        self.rule_settings = dict(betas=betas, eps=eps)
+        self.buckets, self.of_matrices, others = [], [], []  # all; those that Muon updates; the others
+        for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
+            is_matrix = kind(list(params)[0].spec) == "matrix"
+            bucket = ShardedBucket(params, groups, level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
+                                   offload=offload, last_started=last_started,
+                                   rule_state=Muon.state if is_matrix else UPDATE_RULES[rule].state)
+            self.buckets.append(bucket)
+            if is_matrix:
+                self.of_matrices.append(bucket)
+            else:
+                others.append(bucket)
+
+        self.updates = [ElementwiseUpdate(others, UPDATE_RULES[rule], betas=betas, eps=eps, weight_decay=weight_decay)]
+        self.muon = None
+        if self.of_matrices:
+            self.muon = Muon(self.of_matrices, groups["muon"], peers or [groups], weight_decay)
+            self.updates = [self.muon, *self.updates]  # Muon first: the other update hides the exchange that it starts
+
+        device = self.buckets[0].device
         self.steps = torch.zeros((), device=device)  # updates so far, for AdamW's bias correction
         self.loss_scale = LossScale(device) if self.buckets[0].weights.dtype == torch.float16 else None
-        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        for modules in units.values():
-            following = None
-            for unit in reversed(modules):
-                buckets = list(dict.fromkeys(bucket_of[param] for param in unit.parameters()))
-                following = UnitWeights(unit, buckets, following, unit is head)
+        add_hooks(units, self.buckets, head)
 
     def load(self, source: Source, what: str = "master") -> None:
         """Fill the tensors `what` of the buckets' states, where there are such, from a source. Every rank calls it."""
@@ -499,20 +558,14 @@ class Optimizer:
         return torch.ones((), device=factor.device) if is_fp64 else 1 / factor
 
     def update(self, lr: float, found_inf: Tensor, grad_scale: Tensor) -> None:
-        """Update all weights, where the optimizer state is: on the device or, if it is offloaded, on the host. Muon's
-        update is a generator, which yields once, and calls update_weights itself."""
-        grads = {bucket: bucket.host.copy_grad(bucket.grad_shard) if bucket.host else done(bucket.grad_shard)
-                 for bucket in self.buckets}  # bucket -> Pending
+        """Update all weights, where the optimizer state is: on the device or, if it is offloaded, on the host."""
+        grads = {bucket: bucket.store.copy_grad(bucket.grad_shard) for bucket in self.buckets}
         where = self.buckets[0].master.device
-        settings = dict(lr=lr, weight_decay=self.weight_decay, found_inf=found_inf.to(where))
-        grads_of_matrices = [grads.pop(bucket) for bucket in self.of_matrices]
-        muon_update = self.muon.update(grads_of_matrices, **settings) if self.muon else iter(())
-        next(muon_update, None)  # momenta; starts their exchange, which the other updates hide
-        settings |= dict(steps=self.steps.to(where), grad_scale=grad_scale.to(where), **self.rule_settings)
-        for bucket, grad in grads.items():
-            self.rule.update(bucket, grad.wait(), **settings)
-            bucket.update_weights()
-        next(muon_update, None)  # orthogonalises them, and exchanges and applies the updates
+        step = StepScalars(lr, self.steps.to(where), found_inf.to(where), grad_scale.to(where))
+        for update in self.updates:
+            update.start(grads, step)
+        for update in self.updates:
+            update.finish(step)
 
     def extra_state(self) -> dict[str, Tensor]:
         """Scalars that belong to no parameter and are the same on every rank. To restore them, copy into them."""

@@ -110,8 +110,11 @@ class CopyToHost(Pending):
 
 
 class OffloadedState:
-    """The master weights and moments of a zero.ShardedBucket in the host's memory: `zeros` allocates them, `copy_grad`
-    comes before their update, by the host, and `copy_weights` after it."""
+    """Keeps the optimizer state of a zero.ShardedBucket in the host's memory, where the host updates it.
+
+    It has the methods of zero.StateOnDevice: `zeros` allocates master weights and moments, `copy_grad` comes before
+    their update, and `copy_weights` after it.
+    """
 
     def __init__(self, bucket):
         self.device, length = bucket.device, len(bucket.weight_shard)
@@ -122,7 +125,7 @@ class OffloadedState:
         return host_zeros(length, dtype, self.device)
 
     def copy_grad(self, grad: torch.Tensor) -> Pending:
-        """Start to copy the gradient to the host, where `wait` returns it."""
+        """Start to copy the gradient to the host. `wait` returns the copy."""
         return CopyToHost(start_copy(self.grad, grad), self.grad)
 
     def copy_weights(self, master: torch.Tensor, weight_shard: torch.Tensor) -> None:
