@@ -155,8 +155,8 @@ class ShardedBucket(Bucket):
 
         # Optimizer state.
         self.store = offload(self) if offload else StateOnDevice(self)
-        are_exact = dtype == self.acc_dtype and not offload  # then the weights are their own master weights
-        self.master = self.weight_shard if are_exact else self.store.zeros(length, self.acc_dtype)
+        needs_master = dtype != self.acc_dtype or offload is not None  # else the weights are their own master weights
+        self.master = self.store.zeros(length, self.acc_dtype) if needs_master else self.weight_shard
         self.state = {"master": self.master}
         for name in rule_state:
             self.state[name] = self.store.zeros(length, moments_dtype or self.acc_dtype)
@@ -216,6 +216,7 @@ class ShardedBucket(Bucket):
         super().begin_step(micro_batches)
         self.reductions = micro_batches if self.frees_grad else 1
         self.reduced = 0
+        self.scattering = self.summing = None  # not None if the step before has failed
 
     def ready(self, param: nn.Parameter) -> None:
         """If gradients are freed, also start a reduction after as many gradients as a micro-batch has.
