@@ -304,6 +304,27 @@ def test_micro_batches_are_summed_in_fp32_whatever_is_sent(pool):
     assert pool.run(2, "test_zero:summed_over_micro_batches") == 2 * [[2 * (1 + 300 * 2**-9)]]
 
 
+def after_a_failed_step(level: int) -> list[list[float]]:
+    """What a step of one micro-batch adds up to after a step that ended after its first of two."""
+    units = [Unit(Spec(name, (3, 3)), Spec(f"{name}2", (3, 3))) for name in "ab"]
+    optimizer = Optimizer({0: units}, sharded(), level=level, bucket_mb=0)
+    optimizer.load(lambda spec, box: torch.ones([s.stop - s.start for s in box]))
+    for micro_batches in (2, 1):
+        optimizer.begin_step(micro_batches)
+        for bucket in optimizer.buckets:
+            bucket.unshard()
+        sum((weight * 3.0).sum() for unit in units for weight in unit.weights).backward()
+    optimizer.finish_step()
+    return [bucket.within_shard(bucket.grad_shard, 0, 18).unique().tolist() for bucket in optimizer.buckets]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_step_after_one_that_failed_has_only_its_own_gradients(pool, level):
+    """The failed step may have left reductions running."""
+    for rank in pool.run(2, "test_zero:after_a_failed_step", level=level):
+        assert rank == [[6.0], [6.0]]
+
+
 def test_gradients_that_are_sent_to_nobody_are_not_rounded():
     [weight], optimizer = make(Spec("weight", (4, 4)), reduce_dtype=torch.bfloat16, rule="sgd", clip=0.0)
     step([weight], optimizer, [torch.full((4, 4), 1 / 3)])
