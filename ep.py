@@ -44,6 +44,237 @@ from operations import swiglu
 from param import Spec, acc_dtype, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
+# ---- the route: which rows go where ---------------------------------------------------------------------------------
+
+class Copies(NamedTuple):
+    """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
+    which has a row for each token, with its destinations; its cells are numbered row by row. A Route has two: to_ranks
+    (N = T, C = U) and to_experts (N = M, C = R). Rank 0's to_ranks above:
+
+        table      a: 0 1   b: - 1   c: 0 -      copies     a  c | a  b      sorted by rank
+        number     a: 0 1   b: 2 3   c: 4 5      cells      0  4 | 1  3      copy i is of token cells[i] // w
+                                                 by_token   0  2 | 3 | 1     copies of a, of b, of c; starts 0 2 3"""
+    cells: Tensor  # [C], the flat index in that table of each copy's destination
+    width: int  # w: n for copies to ranks; k for copies to experts, so that cells are also those of gates [N, k]
+    by_token: Tensor  # [C], the copies, sorted by token
+    starts: Tensor  # [N], where the copies of each token start in by_token
+
+    def permute(self, x: Tensor) -> Tensor:
+        """[N, D] -> [C, D]: row i is that of copy i's token."""
+        return x[self.cells // self.width]
+
+    def unpermute(self, x: Tensor) -> Tensor:
+        """[C, D] -> [N, D]: the sum of each token's copies, in a fixed order, accumulated in at least fp32."""
+        return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
+
+
+def sort_copies(destinations: Tensor, count: int, C: int) -> Copies:
+    """destinations: [N, w], 0 to count - 1; other numbers: nowhere. C: of copies; to count them the host would wait."""
+    is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
+    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)  # those of no copy are the last
+    cells = cells[:C].clone()  # a view would keep all N w alive
+    by_token, per_token = (cells // w).argsort(stable=True), is_copy.sum(1)
+    return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
+
+
+class Route(NamedTuple):
+    """Where tokens go: decided once per layer and micro-batch, and used in forward, backward and recomputation."""
+    group: Group
+    chosen: Tensor  # [T, k], the experts of each token
+    to_ranks: Copies | None  # U copies of T tokens, one to each rank with experts of it; None: there is one rank
+    to_experts: Copies  # R copies of the M tokens that this rank receives, one to each of its experts that they chose
+    sent: list[int]  # copies that go to each rank in dispatch, and come back from it in combine
+    received: list[int]  # copies from each rank. (An exchange's arguments: rows to receive, then rows to send.)
+    rows_per_expert: list[int]  # of this rank's experts
+    ends: Tensor  # [e], int32, on the device: where the rows of each expert end, the offs of F.grouped_mm
+
+    def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
+        return Dispatch(tokens, gates, self)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        return Combine.apply(rows, self)
+
+
+def make_route(chosen: Tensor, rows: Tensor, group: Group) -> Route:
+    """The Route of tokens that chose experts [T, k]. rows: [E], how many of them, with padding, chose each expert."""
+    (T, k), n, e = chosen.shape, group.size, len(rows) // group.size
+    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
+    counts = torch.cat((is_sent.sum(0)[:, None], rows.view(n, e)), 1)
+    sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
+    to_ranks, experts = None, chosen
+    if n > 1:
+        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
+        to_ranks = sort_copies(ranks, n, sum(sent))
+        experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
+    to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
+    ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
+    return Route(group, chosen, to_ranks, to_experts, sent, received, rows_per_expert, ends)
+
+
+def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+    """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
+    counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
+    k experts each. run/dryrun.py replaces this."""
+    counts_received, n = torch.empty_like(counts), group.size
+    all_to_all(counts_received, counts, [1] * n, [1] * n, group)
+    # Here the host waits for the device. Each is a list over ranks: of copies, of rows of the first of e experts, ...
+    (sent, *sent_rows), (received, *own_rows) = torch.stack((counts, counts_received)).mT.tolist()
+    assert sum(map(sum, sent_rows)) == T * k, "a choice of an expert was not counted, or counted twice"
+    return sent, received, [sum(of_expert) for of_expert in own_rows]
+
+
+# ---- dispatch and combine -------------------------------------------------------------------------------------------
+
+class Dispatch:
+    """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
+    rank's experts [R, H], sorted by expert, and their gates [R]. Forward: StartDispatch sends, FinishDispatch waits.
+    Backward: FinishDispatch sends, StartDispatch waits. Autograd runs the node that was made last first, so what
+    forward computes between the two (shared experts) has its backward between them, too, and hides both. Against
+    a cycle through the graph, which would keep tensors alive, `wait` drops `arriving`, and Pending.wait its result."""
+
+    def __init__(self, x: Tensor, gates: Tensor, route: Route):
+        self.route, self.pending, self.arriving = route, [], (x, gates)
+        if route.to_ranks is not None:
+            self.arriving = StartDispatch.apply(x, gates, self)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        arriving, self.arriving = self.arriving, None
+        return FinishDispatch.apply(*arriving, self)
+
+    def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> tuple:
+        """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
+        self.pending = [all_to_all(x.new_empty(sum(to_receive), x.shape[1]), x, to_receive, to_send,
+                                   self.route.group, async_op=True) for x in tensors]
+        return tuple(pending.result for pending in self.pending)
+
+
+class StartDispatch(Function):
+    @staticmethod
+    def forward(ctx, x, gates, dispatch):
+        ctx.dispatch, route = dispatch, dispatch.route
+        copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
+        return dispatch.send(copies, route.received, route.sent)
+
+    @staticmethod
+    def backward(ctx, *_):  # see FinishDispatch
+        return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
+
+
+class FinishDispatch(Function):
+    @staticmethod
+    def forward(ctx, x, gates, dispatch):
+        ctx.dispatch, to_experts = dispatch, dispatch.route.to_experts
+        for pending in dispatch.pending:
+            pending.wait()
+        return to_experts.permute(x), gates.flatten()[to_experts.cells]
+
+    @staticmethod
+    def backward(ctx, drows, dgates):
+        route, to_experts = ctx.dispatch.route, ctx.dispatch.route.to_experts
+        dx, dtable = to_experts.unpermute(drows), dgates.new_zeros(len(to_experts.starts), to_experts.width)
+        dtable.view(-1).index_copy_(0, to_experts.cells, dgates)  # gates of other ranks' experts get 0
+        if route.to_ranks is not None:
+            ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
+        # One rank: the gradients. Else autograd needs their shapes alone: StartDispatch waits for what ranks have sent.
+        return dx, dtable, None
+
+
+class Combine(Function):
+    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. Full recomputation skips it, as backward reads no result."""
+
+    @staticmethod
+    def forward(ctx, y, route):
+        ctx.route = route
+        if is_recomputing():
+            return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
+        y = route.to_experts.unpermute(y)
+        if route.to_ranks is None:
+            return y
+        # Back: as many rows are received as were sent in dispatch.
+        return route.to_ranks.unpermute(exchange_rows(y, route.sent, route.received, route.group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        route = ctx.route
+        if route.to_ranks is not None:
+            grad = exchange_rows(route.to_ranks.permute(grad), route.received, route.sent, route.group)
+        return route.to_experts.permute(grad), None
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+class GroupedMatmul:
+    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
+
+    def begin(self) -> "GroupedMatmul":
+        """What multiplies in one forward and its backward: this, or in FP8 a copy of it, which keeps the scale of X."""
+        return self
+
+    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
+        return grouped_matmul(x, weight.transpose(1, 2), route)
+
+    def prepare_grad(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
+        return dy, dy
+
+    def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
+        return grouped_matmul(dy, weight, route)
+
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
+        """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
+        for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
+            accumulate_product(matrix, rows_dy.t(), rows)
+
+
+class GroupedExperts(nn.Module):
+    """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert, gates [R] -> [R, H]. By linearity the
+    gates may multiply hidden activations, W (g h) = g (W h): no result has to be saved for their gradients."""
+    mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
+
+    def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
+        super().__init__()
+        self.w_gate_up = make(gate_up)  # [e, 2F, H]
+        self.w_down = make(down)  # [e, H, F]
+
+    def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
+        gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
+        hidden = swiglu(gate_up, gates)  # each row times its gate
+        y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
+        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees hidden until y's backward begins
+        return y
+
+
+class GroupedLinear(Function):
+    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: return a placeholder, in the second
+    run of full recomputation, whose result nobody reads."""
+
+    @staticmethod
+    def forward(ctx, x, weight, mm, route, skip):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.mm, ctx.route = weight, mm.begin(), route
+        return x.new_zeros(()).expand(len(x), weight.shape[1]) if skip else ctx.mm.forward(x, weight, route)
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, mm, route = ctx.weight, ctx.mm, ctx.route
+        x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
+        for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
+        # Also without any row: a bucket counts the gradients of all its parameters. May wait for a bubble (zb-h1).
+        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
+        return mm.dgrad(for_dgrad, weight, route), None, None, None, None
+
+
+def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
+    """[R, in] times [e, in, out] -> [R, out]."""
+    if fits_grouped_mm(x) and fits_grouped_mm(matrices):
+        return F.grouped_mm(x, matrices, offs=route.ends)
+    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(route.rows_per_expert), matrices)])
+
+
+def fits_grouped_mm(x: Tensor) -> bool:
+    """Whether F.grouped_mm takes this operand, if contiguous: bf16, and rows begin at multiples of 16 bytes."""
+    return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
+
+
 # ---- the router, and how the experts' loads are kept equal ----------------------------------------------------------
 
 class Balance(NamedTuple):
@@ -212,235 +443,6 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool 
         router.load.zero_()
         router.loss.zero_()
     return (loads / mean).max(), loss
-
-
-# ---- dispatch and combine -------------------------------------------------------------------------------------------
-
-class Copies(NamedTuple):
-    """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
-    which has a row for each token, with its destinations; its cells are numbered row by row. A Route has two: to_ranks
-    (N = T, C = U) and to_experts (N = M, C = R). Rank 0's to_ranks above:
-
-        table      a: 0 1   b: - 1   c: 0 -      copies     a  c | a  b      sorted by rank
-        number     a: 0 1   b: 2 3   c: 4 5      cells      0  4 | 1  3      copy i is of token cells[i] // w
-                                                 by_token   0  2 | 3 | 1     copies of a, of b, of c; starts 0 2 3"""
-    cells: Tensor  # [C], the flat index in that table of each copy's destination
-    width: int  # w: n for copies to ranks; k for copies to experts, so that cells are also those of gates [N, k]
-    by_token: Tensor  # [C], the copies, sorted by token
-    starts: Tensor  # [N], where the copies of each token start in by_token
-
-    def permute(self, x: Tensor) -> Tensor:
-        """[N, D] -> [C, D]: row i is that of copy i's token."""
-        return x[self.cells // self.width]
-
-    def unpermute(self, x: Tensor) -> Tensor:
-        """[C, D] -> [N, D]: the sum of each token's copies, in a fixed order, accumulated in at least fp32."""
-        return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
-
-
-def sort_copies(destinations: Tensor, count: int, C: int) -> Copies:
-    """destinations: [N, w], 0 to count - 1; other numbers: nowhere. C: of copies; to count them the host would wait."""
-    is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
-    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)  # those of no copy are the last
-    cells = cells[:C].clone()  # a view would keep all N w alive
-    by_token, per_token = (cells // w).argsort(stable=True), is_copy.sum(1)
-    return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
-
-
-class Route(NamedTuple):
-    """Where tokens go: decided once per layer and micro-batch, and used in forward, backward and recomputation."""
-    group: Group
-    chosen: Tensor  # [T, k], the experts of each token
-    to_ranks: Copies | None  # U copies of T tokens, one to each rank with experts of it; None: there is one rank
-    to_experts: Copies  # R copies of the M tokens that this rank receives, one to each of its experts that they chose
-    sent: list[int]  # copies that go to each rank in dispatch, and come back from it in combine
-    received: list[int]  # copies from each rank. (An exchange's arguments: rows to receive, then rows to send.)
-    rows_per_expert: list[int]  # of this rank's experts
-    ends: Tensor  # [e], int32, on the device: where the rows of each expert end, the offs of F.grouped_mm
-
-    def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
-        return Dispatch(tokens, gates, self)
-
-    def combine(self, rows: Tensor) -> Tensor:
-        return Combine.apply(rows, self)
-
-
-class Dispatch:
-    """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
-    rank's experts [R, H], sorted by expert, and their gates [R]. Forward: StartDispatch sends, FinishDispatch waits.
-    Backward: FinishDispatch sends, StartDispatch waits. Autograd runs the node that was made last first, so what
-    forward computes between the two (shared experts) has its backward between them, too, and hides both. Against
-    a cycle through the graph, which would keep tensors alive, `wait` drops `arriving`, and Pending.wait its result."""
-
-    def __init__(self, x: Tensor, gates: Tensor, route: Route):
-        self.route, self.pending, self.arriving = route, [], (x, gates)
-        if route.to_ranks is not None:
-            self.arriving = StartDispatch.apply(x, gates, self)
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        arriving, self.arriving = self.arriving, None
-        return FinishDispatch.apply(*arriving, self)
-
-    def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> tuple:
-        """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
-        self.pending = [all_to_all(x.new_empty(sum(to_receive), x.shape[1]), x, to_receive, to_send,
-                                   self.route.group, async_op=True) for x in tensors]
-        return tuple(pending.result for pending in self.pending)
-
-
-class StartDispatch(Function):
-    @staticmethod
-    def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, route = dispatch, dispatch.route
-        copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
-        return dispatch.send(copies, route.received, route.sent)
-
-    @staticmethod
-    def backward(ctx, *_):  # see FinishDispatch
-        return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
-
-
-class FinishDispatch(Function):
-    @staticmethod
-    def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, to_experts = dispatch, dispatch.route.to_experts
-        for pending in dispatch.pending:
-            pending.wait()
-        return to_experts.permute(x), gates.flatten()[to_experts.cells]
-
-    @staticmethod
-    def backward(ctx, drows, dgates):
-        route, to_experts = ctx.dispatch.route, ctx.dispatch.route.to_experts
-        dx, dtable = to_experts.unpermute(drows), dgates.new_zeros(len(to_experts.starts), to_experts.width)
-        dtable.view(-1).index_copy_(0, to_experts.cells, dgates)  # gates of other ranks' experts get 0
-        if route.to_ranks is not None:
-            ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
-        # One rank: the gradients. Else autograd needs their shapes alone: StartDispatch waits for what ranks have sent.
-        return dx, dtable, None
-
-
-class Combine(Function):
-    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. Full recomputation skips it, as backward reads no result."""
-
-    @staticmethod
-    def forward(ctx, y, route):
-        ctx.route = route
-        if is_recomputing():
-            return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
-        y = route.to_experts.unpermute(y)
-        if route.to_ranks is None:
-            return y
-        # Back: as many rows are received as were sent in dispatch.
-        return route.to_ranks.unpermute(exchange_rows(y, route.sent, route.received, route.group))
-
-    @staticmethod
-    def backward(ctx, grad):
-        route = ctx.route
-        if route.to_ranks is not None:
-            grad = exchange_rows(route.to_ranks.permute(grad), route.received, route.sent, route.group)
-        return route.to_experts.permute(grad), None
-
-
-def make_route(chosen: Tensor, rows: Tensor, group: Group) -> Route:
-    """The Route of tokens that chose experts [T, k]. rows: [E], how many of them, with padding, chose each expert."""
-    (T, k), n, e = chosen.shape, group.size, len(rows) // group.size
-    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
-    counts = torch.cat((is_sent.sum(0)[:, None], rows.view(n, e)), 1)
-    sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
-    to_ranks, experts = None, chosen
-    if n > 1:
-        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
-        to_ranks = sort_copies(ranks, n, sum(sent))
-        experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
-    to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
-    ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
-    return Route(group, chosen, to_ranks, to_experts, sent, received, rows_per_expert, ends)
-
-
-def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
-    """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
-    counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
-    k experts each. run/dryrun.py replaces this."""
-    counts_received, n = torch.empty_like(counts), group.size
-    all_to_all(counts_received, counts, [1] * n, [1] * n, group)
-    # Here the host waits for the device. Each is a list over ranks: of copies, of rows of the first of e experts, ...
-    (sent, *sent_rows), (received, *own_rows) = torch.stack((counts, counts_received)).mT.tolist()
-    assert sum(map(sum, sent_rows)) == T * k, "a choice of an expert was not counted, or counted twice"
-    return sent, received, [sum(of_expert) for of_expert in own_rows]
-
-
-# ---- experts --------------------------------------------------------------------------------------------------------
-
-class GroupedMatmul:
-    """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
-
-    def begin(self) -> "GroupedMatmul":
-        """What multiplies in one forward and its backward: this, or in FP8 a copy of it, which keeps the scale of X."""
-        return self
-
-    def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
-        return grouped_matmul(x, weight.transpose(1, 2), route)
-
-    def prepare_grad(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
-        return dy, dy
-
-    def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
-        return grouped_matmul(dy, weight, route)
-
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
-        """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
-        for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
-            accumulate_product(matrix, rows_dy.t(), rows)
-
-
-class GroupedExperts(nn.Module):
-    """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert, gates [R] -> [R, H]. By linearity the
-    gates may multiply hidden activations, W (g h) = g (W h): no result has to be saved for their gradients."""
-    mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
-
-    def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
-        super().__init__()
-        self.w_gate_up = make(gate_up)  # [e, 2F, H]
-        self.w_down = make(down)  # [e, H, F]
-
-    def forward(self, rows: Tensor, gates: Tensor, route: Route, recompute: Recompute = Recompute()) -> Tensor:
-        gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
-        hidden = swiglu(gate_up, gates)  # each row times its gate
-        y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees hidden until y's backward begins
-        return y
-
-
-class GroupedLinear(Function):
-    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: return a placeholder, in the second
-    run of full recomputation, whose result nobody reads."""
-
-    @staticmethod
-    def forward(ctx, x, weight, mm, route, skip):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.mm, ctx.route = weight, mm.begin(), route
-        return x.new_zeros(()).expand(len(x), weight.shape[1]) if skip else ctx.mm.forward(x, weight, route)
-
-    @staticmethod
-    def backward(ctx, dy):
-        weight, mm, route = ctx.weight, ctx.mm, ctx.route
-        x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
-        for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
-        # Also without any row: a bucket counts the gradients of all its parameters. May wait for a bubble (zb-h1).
-        accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
-        return mm.dgrad(for_dgrad, weight, route), None, None, None, None
-
-
-def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
-    """[R, in] times [e, in, out] -> [R, out]."""
-    if fits_grouped_mm(x) and fits_grouped_mm(matrices):
-        return F.grouped_mm(x, matrices, offs=route.ends)
-    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(route.rows_per_expert), matrices)])
-
-
-def fits_grouped_mm(x: Tensor) -> bool:
-    """Whether F.grouped_mm takes this operand, if contiguous: bf16, and rows begin at multiples of 16 bytes."""
-    return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
 
 
 # ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------
