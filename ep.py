@@ -124,73 +124,136 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
+# Dispatch copies tokens, and combine sums results. Each is the backward of the other, because the
+# gradient of a copied token is the sum of its copies' gradients, and the gradient of a sum is copied to
+# all of its terms:
+#
+#     dispatch, forward     tokens  ─► permute ─► all-to-all ─► permute ─►  rows of experts
+#     combine, backward     the same, of gradients of results
+#
+#     combine, forward      results  ◄─ unpermute ◄─ all-to-all ◄─ unpermute ◄─  results of experts
+#     dispatch, backward    the same, of gradients of tokens
 
 class Dispatch:
-    """Permute, all-to-all, permute. Tokens [T, H] and gates [T, k] start to be sent; `wait` returns the rows of this
-    rank's experts [R, H], sorted by expert, and their gates [R]. Forward: StartDispatch sends, FinishDispatch waits.
-    Backward: FinishDispatch sends, StartDispatch waits. Autograd runs the node that was made last first, so what
-    forward computes between the two (shared experts) has its backward between them, too, and hides both. Against
-    a cycle through the graph, which would keep tensors alive, `wait` drops `arriving`, and Pending.wait its result."""
+    """Permute by rank, all-to-all, permute by expert. The all-to-all is in flight until `wait`."""
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
-        self.route, self.pending, self.arriving = route, [], (x, gates)
+        self.route, self.exchange, self.arriving = route, None, (x, gates)
         if route.to_ranks is not None:
-            self.arriving = StartDispatch.apply(x, gates, self)
+            self.exchange = Exchange(route.received, route.sent, route.group)
+            self.arriving = self.exchange.start(Permute.apply(x, route.to_ranks), Permute.apply(gates, route.to_ranks))
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        arriving, self.arriving = self.arriving, None
-        return FinishDispatch.apply(*arriving, self)
-
-    def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> tuple:
-        """Start to send these; returns the receive buffers, valid once all of `pending` has been waited for."""
-        self.pending = [all_to_all(x.new_empty(sum(to_receive), x.shape[1]), x, to_receive, to_send,
-                                   self.route.group, async_op=True) for x in tensors]
-        return tuple(pending.result for pending in self.pending)
+        """Return the rows of this rank's experts [R, H], sorted by expert, and their gates [R]."""
+        x, gates = self.arriving
+        self.arriving = None  # callers may keep this object, and should not keep all tokens that have arrived
+        if self.exchange is not None:
+            x, gates = self.exchange.finish(x, gates)
+        return Permute.apply(x, self.route.to_experts), GatesOfRows.apply(gates, self.route.to_experts)
 
 
-class StartDispatch(Function):
-    @staticmethod
-    def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, route = dispatch, dispatch.route
-        copies = route.to_ranks.permute(x), route.to_ranks.permute(gates)
-        return dispatch.send(copies, route.received, route.sent)
+class Permute(Function):
+    """Copy tokens, and in backward sum the gradients of their copies: [N, D] -> [C, D]."""
 
     @staticmethod
-    def backward(ctx, *_):  # see FinishDispatch
-        return *(ctx.dispatch.route.to_ranks.unpermute(pending.wait()) for pending in ctx.dispatch.pending), None
-
-
-class FinishDispatch(Function):
-    @staticmethod
-    def forward(ctx, x, gates, dispatch):
-        ctx.dispatch, to_experts = dispatch, dispatch.route.to_experts
-        for pending in dispatch.pending:
-            pending.wait()
-        return to_experts.permute(x), gates.flatten()[to_experts.cells]
+    def forward(ctx, x, copies):
+        ctx.copies = copies
+        return copies.permute(x)
 
     @staticmethod
-    def backward(ctx, drows, dgates):
-        route, to_experts = ctx.dispatch.route, ctx.dispatch.route.to_experts
-        dx, dtable = to_experts.unpermute(drows), dgates.new_zeros(len(to_experts.starts), to_experts.width)
-        dtable.view(-1).index_copy_(0, to_experts.cells, dgates)  # gates of other ranks' experts get 0
-        if route.to_ranks is not None:
-            ctx.dispatch.send((dx, dtable), route.sent, route.received)  # back to where the rows came from
-        # One rank: the gradients. Else autograd needs their shapes alone: StartDispatch waits for what ranks have sent.
-        return dx, dtable, None
+    def backward(ctx, grad):
+        return ctx.copies.unpermute(grad), None
+
+
+class GatesOfRows(Function):
+    """Pick the gate of each row: [M, k] -> [R]. The table of experts asks for row i in cell i, and the
+    table of gates has its gate in the same cell."""
+
+    @staticmethod
+    def forward(ctx, gates, to_experts):
+        ctx.shape, ctx.cells = gates.shape, to_experts.cells
+        return gates.flatten()[ctx.cells]
+
+    @staticmethod
+    def backward(ctx, grad):
+        dgates = grad.new_zeros(ctx.shape)  # gates of other ranks' experts get 0
+        dgates.view(-1).index_copy_(0, ctx.cells, grad)
+        return dgates, None
+
+
+class Exchange:
+    """An all-to-all of several tensors that is in flight while its caller computes, in both directions:
+
+                    StartExchange                                            FinishExchange
+        forward     sends tensors    ──►  the caller computes           ──►  waits
+        backward    waits            ◄──  backward of that computation  ◄──  sends gradients back
+
+    Autograd keeps this order, because of the nodes that are ready it runs the one that was made last.
+
+    The tensors that autograd passes from one node to the other only hold the graph together. In forward
+    they are buffers that are still being filled. In backward they exist for their shapes only, which
+    autograd checks: FinishExchange returns the gradients that it sends, and StartExchange ignores
+    them and returns the gradients that other ranks have sent.
+    """
+
+    def __init__(self, to_receive: list[int], to_send: list[int], group: Group):
+        """to_receive, to_send: how many rows, from and to each rank."""
+        self.to_receive, self.to_send, self.group, self.in_flight = to_receive, to_send, group, []
+
+    def start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Start to send tensors [rows, D]. Returns what `finish` must be given."""
+        return StartExchange.apply(self, *tensors)
+
+    def finish(self, *arriving: Tensor) -> tuple[Tensor, ...]:
+        """Return what the other ranks have sent."""
+        return FinishExchange.apply(self, *arriving)
+
+    def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> None:
+        self.in_flight = [all_to_all(x.new_empty(sum(to_receive), x.shape[1]), x, to_receive, to_send, self.group,
+                                     async_op=True) for x in tensors]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait, and keep nothing: Pending.wait drops the tensor that it returns."""
+        return tuple(pending.wait() for pending in self.in_flight)
+
+
+class StartExchange(Function):
+    @staticmethod
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        exchange.send(tensors, exchange.to_receive, exchange.to_send)
+        return tuple(pending.result for pending in exchange.in_flight)
+
+    @staticmethod
+    def backward(ctx, *shapes_only):
+        return None, *ctx.exchange.wait()
+
+
+class FinishExchange(Function):
+    @staticmethod
+    def forward(ctx, exchange, *arriving):
+        ctx.exchange = exchange
+        return tuple(x.view_as(x) for x in exchange.wait())
+
+    @staticmethod
+    def backward(ctx, *grads):
+        exchange = ctx.exchange
+        exchange.send(grads, exchange.to_send, exchange.to_receive)  # back to where the tensors came from
+        return None, *grads  # only their shapes matter
 
 
 class Combine(Function):
-    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. Full recomputation skips it, as backward reads no result."""
+    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. It is waited for at once."""
 
     @staticmethod
     def forward(ctx, y, route):
         ctx.route = route
-        if is_recomputing():
+        if is_recomputing():  # full recomputation: backward does not read the result
             return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
         y = route.to_experts.unpermute(y)
         if route.to_ranks is None:
             return y
-        # Back: as many rows are received as were sent in dispatch.
+        # The way back: this rank receives as many copies as it sent in dispatch.
         return route.to_ranks.unpermute(exchange_rows(y, route.sent, route.received, route.group))
 
     @staticmethod
