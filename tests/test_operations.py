@@ -225,7 +225,7 @@ def rotated_heads() -> tuple:
 
 
 def dispatched_tokens() -> tuple:
-    """If there are several ranks, FinishDispatch alone uses the results of StartDispatch."""
+    """If there are several ranks, tokens and gates pass through StartExchange and FinishExchange."""
     chosen = torch.rand(6, 4).topk(2).indices
     route = ep.make_route(chosen, torch.bincount(chosen.flatten(), minlength=4), grids.everyone())
     return lambda x, gates: route.dispatch(x, gates).wait(), [torch.randn(6, width).double() for width in (3, 2)], []
@@ -233,7 +233,7 @@ def dispatched_tokens() -> tuple:
 
 SEVERAL_RESULTS = {  # function -> what makes (what calls it, its inputs, weights with gradients that bypass autograd)
     operations.RMSNormFunction: norm_of_a_sum, operations.RotateFunction: rotated_heads,
-    ep.StartDispatch: dispatched_tokens, ep.FinishDispatch: dispatched_tokens}
+    ep.StartExchange: dispatched_tokens, ep.FinishExchange: dispatched_tokens}
 
 
 def test_functions_with_several_results_are_known():
@@ -258,7 +258,8 @@ def gradients_by(function: type, used: int, alone: bool) -> list[torch.Tensor]:
     results = run(*(x.requires_grad_() for x in inputs))
     ups = [torch.full_like(y, float(i == used)) for i, y in enumerate(results)]
     torch.autograd.backward(*([results[used]], [ups[used]]) if alone else (results, ups))
-    return [x.grad for x in (*inputs, *weights)]
+    # An input from which no used result is computed has no gradient.
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in (*inputs, *weights)]
 
 
 def results_used_alone() -> list[tuple]:
