@@ -47,44 +47,62 @@ from recompute import Recompute, decide_once, is_recomputing
 # ---- the route: which rows go where ---------------------------------------------------------------------------------
 
 class Copies(NamedTuple):
-    """C copies of N tokens, sorted by destination: a rank, or an expert. `sort_copies` makes them of a table [N, w],
-    which has a row for each token, with its destinations; its cells are numbered row by row. A Route has two: to_ranks
-    (N = T, C = U) and to_experts (N = M, C = R). Rank 0's to_ranks above:
+    """C copies of N tokens, sorted by destination.
 
-        table      a: 0 1   b: - 1   c: 0 -      copies     a  c | a  b      sorted by rank
-        number     a: 0 1   b: 2 3   c: 4 5      cells      0  4 | 1  3      copy i is of token cells[i] // w
-                                                 by_token   0  2 | 3 | 1     copies of a, of b, of c; starts 0 2 3"""
-    cells: Tensor  # [C], the flat index in that table of each copy's destination
-    width: int  # w: n for copies to ranks; k for copies to experts, so that cells are also those of gates [N, k]
-    by_token: Tensor  # [C], the copies, sorted by token
-    starts: Tensor  # [N], where the copies of each token start in by_token
+    `sort_copies` makes them from a table [N, w], which has a row of destinations for each token. The
+    table's cells are numbered row by row. Here is `to_ranks` of rank 0 in the figure above; `-` stands
+    for a rank that has none of the token's experts:
+
+        table        cell numbers      copies      a  c | a  b      sorted by destination: rank 0 | rank 1
+        a:  0  1     a:  0  1          cells       0  4 | 1  3      the cell that asks for each copy
+        b:  -  1     b:  2  3          tokens      0  2 | 0  1      that cell's row: cell // w
+        c:  0  -     c:  4  5
+                                       by_token    0  2 | 3 | 1     a is copied to 0 and 2, b to 3, c to 1
+                                       starts      0      2   3     where each token begins in by_token
+    """
+    cells: Tensor  # [C], the table's cell that asks for each copy
+    width: int  # w
+    by_token: Tensor  # [C], the numbers of the copies, sorted by token
+    starts: Tensor  # [N], where each token begins in by_token
+
+    @property
+    def tokens(self) -> Tensor:
+        """[C], the token of each copy. It is computed anew, because keeping it would take 8 bytes per copy."""
+        return self.cells // self.width
 
     def permute(self, x: Tensor) -> Tensor:
-        """[N, D] -> [C, D]: row i is that of copy i's token."""
-        return x[self.cells // self.width]
+        """Copy tokens: [N, D] -> [C, D]."""
+        return x[self.tokens]
 
     def unpermute(self, x: Tensor) -> Tensor:
-        """[C, D] -> [N, D]: the sum of each token's copies, in a fixed order, accumulated in at least fp32."""
+        """Sum the copies of each token: [C, D] -> [N, D], in a fixed order, accumulated in at least fp32."""
         return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
 
 
-def sort_copies(destinations: Tensor, count: int, C: int) -> Copies:
-    """destinations: [N, w], 0 to count - 1; other numbers: nowhere. C: of copies; to count them the host would wait."""
-    is_copy, w = (destinations >= 0) & (destinations < count), destinations.shape[1]
-    cells = destinations.where(is_copy, count).flatten().argsort(stable=True)  # those of no copy are the last
+def sort_copies(table: Tensor, count: int, C: int) -> Copies:
+    """Sort the copies that a table [N, w] of destinations asks for.
+
+    A cell is a destination from 0 to count - 1, or another number that asks for no copy. C is the
+    number of copies. The caller passes it in because counting here would make the host wait.
+    """
+    is_copy, w = (table >= 0) & (table < count), table.shape[1]
+    cells = table.where(is_copy, count).flatten().argsort(stable=True)  # cells that ask for no copy come last
     cells = cells[:C].clone()  # a view would keep all N w alive
     by_token, per_token = (cells // w).argsort(stable=True), is_copy.sum(1)
     return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
 
 
 class Route(NamedTuple):
-    """Where tokens go: decided once per layer and micro-batch, and used in forward, backward and recomputation."""
+    """Where a rank's tokens go, decided once per layer and micro-batch.
+
+    Forward, backward and recomputation use the same route.
+    """
     group: Group
     chosen: Tensor  # [T, k], the experts of each token
-    to_ranks: Copies | None  # U copies of T tokens, one to each rank with experts of it; None: there is one rank
-    to_experts: Copies  # R copies of the M tokens that this rank receives, one to each of its experts that they chose
-    sent: list[int]  # copies that go to each rank in dispatch, and come back from it in combine
-    received: list[int]  # copies from each rank. (An exchange's arguments: rows to receive, then rows to send.)
+    to_ranks: Copies | None  # U copies of this rank's T tokens, by the rank that gets them; None: there is one rank
+    to_experts: Copies  # R rows: copies of the M tokens that this rank receives, by the expert that gets them
+    sent: list[int]  # how many copies go to each rank in dispatch, and come back from it in combine
+    received: list[int]  # how many copies come from each rank in dispatch, and go back to it in combine
     rows_per_expert: list[int]  # of this rank's experts
     ends: Tensor  # [e], int32, on the device: where the rows of each expert end, the offs of F.grouped_mm
 
@@ -95,32 +113,48 @@ class Route(NamedTuple):
         return Combine.apply(rows, self)
 
 
-def make_route(chosen: Tensor, rows: Tensor, group: Group) -> Route:
-    """The Route of tokens that chose experts [T, k]. rows: [E], how many of them, with padding, chose each expert."""
-    (T, k), n, e = chosen.shape, group.size, len(rows) // group.size
-    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # to a rank with any of them
-    counts = torch.cat((is_sent.sum(0)[:, None], rows.view(n, e)), 1)
+def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
+    """Decide where tokens go. chosen: [T, k], their experts. load: [E], how many tokens chose each expert."""
+    (T, k), n, e = chosen.shape, group.size, len(load) // group.size
+
+    # 1. Count what each rank gets: one copy of every token that chose any of its experts, and one
+    #    row per choice.
+    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # rank i has e i to e i + e - 1
+    counts = torch.cat((is_sent.sum(0)[:, None], load.view(n, e)), 1)
+
+    # 2. Tell the other ranks. Now each rank knows the sizes of all that it sends and receives.
     sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
-    to_ranks, experts = None, chosen
-    if n > 1:
-        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; number n is nowhere
+
+    # 3. Sort copies by rank. The experts of each copy are sent now, because step 4 needs them; the
+    #    copies themselves are sent in dispatch.
+    if n == 1:
+        to_ranks, experts = None, chosen
+    else:
+        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; there is no rank n
         to_ranks = sort_copies(ranks, n, sum(sent))
         experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
+
+    # 4. Sort rows by expert. Subtraction numbers this rank's experts 0 to e - 1, and makes other ranks'
+    #    experts ask for no row here.
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
     return Route(group, chosen, to_ranks, to_experts, sent, received, rows_per_expert, ends)
 
 
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
-    """(copies that this rank sends to each rank, copies that it receives from each, rows of each of its experts).
-    counts: [n, 1 + e], for each rank the copies that it is sent, and the rows of its e experts, of T tokens that chose
-    k experts each. run/dryrun.py replaces this."""
+    """Return (copies sent to each rank, copies received from each rank, rows of each of this rank's experts).
+
+    counts: [n, 1 + e]. For each rank, the copies that it is sent, then the rows of its e experts. They
+    are of T tokens with k experts each. run/dryrun.py replaces this function.
+    """
     counts_received, n = torch.empty_like(counts), group.size
     all_to_all(counts_received, counts, [1] * n, [1] * n, group)
-    # Here the host waits for the device. Each is a list over ranks: of copies, of rows of the first of e experts, ...
-    (sent, *sent_rows), (received, *own_rows) = torch.stack((counts, counts_received)).mT.tolist()
-    assert sum(map(sum, sent_rows)) == T * k, "a choice of an expert was not counted, or counted twice"
-    return sent, received, [sum(of_expert) for of_expert in own_rows]
+    # Here the host waits for the device, which happens nowhere else in a layer.
+    counts_sent, counts_received = torch.stack((counts, counts_received)).mT.tolist()
+    sent, *rows_sent = counts_sent  # n numbers, and n numbers for each of e experts
+    received, *rows_received = counts_received
+    assert sum(map(sum, rows_sent)) == T * k, "a choice of an expert was not counted, or counted twice"
+    return sent, received, [sum(of_expert) for of_expert in rows_received]
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
