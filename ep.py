@@ -299,33 +299,38 @@ class Combine(Function):
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
+# An expert is a SwiGLU network. Rows are sorted by expert, so that a matmul of all experts' rows replaces
+# this loop:
+#
+#     for x, g, gate_up, down in experts:             # x [rows, H] and gates g [rows] of one expert
+#         y = (g * swiglu(x @ gate_up.T)) @ down.T    # W (g h) = g (W h): nothing is saved for dg
 
 class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
     def begin(self) -> "GroupedMatmul":
-        """What multiplies in one forward and its backward: this, or in FP8 a copy of it, which keeps the scale of X."""
+        """Return what multiplies in one forward and its backward: this, or in FP8 a copy that keeps the scale of X."""
         return self
 
     def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
         return grouped_matmul(x, weight.transpose(1, 2), route)
 
-    def prepare_grad(self, dy: Tensor, route: Route) -> tuple[Any, Any]:  # dY as dgrad takes it, and as wgrad does
+    def prepare_grad(self, dy: Tensor, route: Route) -> tuple[Any, Any]:
+        """Return dY as dgrad takes it, and as wgrad takes it."""
         return dy, dy
 
     def dgrad(self, dy: Any, weight: nn.Parameter, route: Route) -> Tensor:
         return grouped_matmul(dy, weight, route)
 
     def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
-        """out [e, out, in] += dY^T X of each expert's rows: a matmul each, as F.grouped_mm cannot add to fp32."""
+        """out [e, out, in] += dY^T X of each expert's rows: one matmul each, as F.grouped_mm cannot add to fp32."""
         for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
             accumulate_product(matrix, rows_dy.t(), rows)
 
 
 class GroupedExperts(nn.Module):
-    """The SwiGLU networks of this rank's experts: rows [R, H], sorted by expert, gates [R] -> [R, H]. By linearity the
-    gates may multiply hidden activations, W (g h) = g (W h): no result has to be saved for their gradients."""
-    mm = GroupedMatmul()  # train.py may replace it, by an fp8.Fp8Experts
+    """This rank's experts: rows [R, H], sorted by expert, and their gates [R] -> [R, H]."""
+    mm = GroupedMatmul()  # train.py may replace it by an fp8.Fp8Experts
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
         super().__init__()
@@ -341,8 +346,10 @@ class GroupedExperts(nn.Module):
 
 
 class GroupedLinear(Function):
-    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out]. skip: return a placeholder, in the second
-    run of full recomputation, whose result nobody reads."""
+    """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out].
+
+    skip: return a placeholder. Full recomputation does that, because nobody reads the result.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, mm, route, skip):
@@ -355,7 +362,8 @@ class GroupedLinear(Function):
         weight, mm, route = ctx.weight, ctx.mm, ctx.route
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
-        # Also without any row: a bucket counts the gradients of all its parameters. May wait for a bubble (zb-h1).
+        # A split backward queues this (zb-h1). It runs without any rows, too, because a bucket counts
+        # the gradients of all its parameters.
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
@@ -372,50 +380,24 @@ def fits_grouped_mm(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
 
 
-# ---- the router, and how the experts' loads are kept equal ----------------------------------------------------------
-
-class Balance(NamedTuple):
-    """How the experts' loads are kept equal: by default not at all. c_e of the S tokens of a sequence chose expert e,
-    and p_te is its probability for token t. Padding does not count; tokens without a label do.
-
-        auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
-        z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
-        bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
-    """
-    aux_loss: float = 0.0  # coefficient of the auxiliary loss, the mean over sequences; c_e has no derivative
-    over: str = "sequence"  # or "micro-batch": for this loss c, p and S are sums over all its sequences
-    z_loss: float = 0.0  # coefficient
-    bias_rate: float = 0.0
-
-
-class RoutingInfo(NamedTuple):
-    """What a router needs to know of the T tokens that this rank routes."""
-    sequence_ids: Tensor  # [T], the sequence of each token, 0 to B-1; B for padding
-    sequences: int  # B
-    groups: tuple[Group, ...] = ()  # those whose ranks have different tokens of the same sequences
-    # 1 / (sequences per step) times fp16's loss scale. None: no training, so loads are not counted either.
-    aux_loss_scale: float | Tensor | None = None
-
-
-def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
-    """The RoutingInfo of tokens [B, s]. The ranks of `tp` have the same tokens, and each routes a shard of them; the
-    c ranks of `cp` have different tokens, s = S/c, of the same sequences. Tokens below 0 are padding."""
-    B, s = tokens.shape
-    shard = shard_slice(tokens.numel(), tp.size, tp.rank)
-    sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // s
-    sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
-    return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
-
+# ---- the router -----------------------------------------------------------------------------------------------------
 
 class Router:
-    """Chooses the experts of a layer's tokens. Its state is a bias per expert, and loads and losses per step.
+    """Choose the k experts of each token, and compute a gate for each choice:
 
-    Scores are a softmax over the E logits of a token, or a sigmoid of each. Chosen are the k experts with the highest
-    score + bias. Their scores without the bias, usually divided by their sum, times router_scale are the gates. The
-    choice has no derivative, gates have. Recomputation reuses the choice: a near tie could else be decided differently.
-    name: the bias's in checkpoints. weight: [E, H], a parameter of the model."""
+        logits = x W^T                             W: `weight`, [E, H]
+        scores = softmax(logits)                   or the sigmoid of each logit
+        chosen = topk(scores + bias)               the bias only changes who is chosen, see `Balance`
+        gates = scores[chosen] x router_scale      first divided by their sum, unless router_norm is off
 
-    def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: Balance = Balance()):
+    Gates have a derivative, the choice has none. Recomputation reuses the choice, because a near tie
+    could be decided differently. The router's own state is the bias and, for the current step, each
+    expert's load and the auxiliary losses.
+    """
+
+    def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: "Balance | None" = None):
+        """name: the bias's, in checkpoints. weight: a parameter of the model. balance: None: the loads may differ."""
+        balance = balance or Balance()
         need(model.router in ("softmax", "sigmoid"), f"router {model.router}: must be softmax or sigmoid")
         need(balance.over in ("sequence", "micro-batch"), f"over {balance.over}: must be sequence or micro-batch")
         choice = model.experts // model.expert_groups * model.top_groups
@@ -425,8 +407,8 @@ class Router:
         self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert
         self.loss = torch.zeros_like(self.bias[0])  # auxiliary losses, summed over sequences
 
-    def __call__(self, x: Tensor, info: RoutingInfo, group: Group) -> tuple["Route", Tensor]:
-        """Where tokens [T, H] are sent, and their gates [T, k]. group: of ep; make_route communicates over it."""
+    def __call__(self, x: Tensor, info: "RoutingInfo", group: Group) -> tuple[Route, Tensor]:
+        """Return the route of tokens [T, H] and their gates [T, k]. group: the ranks of ep."""
         logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
         route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
@@ -435,48 +417,26 @@ class Router:
             gates = normalise(gates)
         gates = gates * self.model.router_scale
         if coefficients is not None:
-            loss = self.auxiliary_loss(logits, scores, info, coefficients)
+            loss = auxiliary_loss(self, logits, scores, info, coefficients)
             gates = AddAuxiliaryLoss.apply(gates, loss * info.aux_loss_scale)
             if not is_recomputing():
                 self.loss += loss.detach()
         return route, gates
 
     @torch.no_grad()
-    def decide(self, scores: Tensor, info: RoutingInfo, group: Group) -> tuple["Route", tuple[Tensor, Tensor] | None]:
-        """Choose experts and count loads. Returns the route, and loss_coefficients' result or, without losses, None."""
+    def decide(self, scores: Tensor, info: "RoutingInfo", group: Group) -> tuple[Route, tuple[Tensor, Tensor] | None]:
+        """Choose experts and count loads. Return the route and the losses' coefficients, or None without losses."""
         E, chosen = self.model.experts, choose_experts(scores + self.bias, self.model)
-        counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)  # of each sequence, and of padding
+        # How many tokens of each sequence chose each expert. The last row is for padding.
+        counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)
         places = (info.sequence_ids[:, None] * E + chosen).flatten()  # in counts
         counts.view(-1).scatter_add_(0, places, torch.ones_like(places))
         coefficients = None
         if info.aux_loss_scale is not None:
             self.load += counts[:-1].sum(0)
             if self.balance.aux_loss or self.balance.z_loss:
-                coefficients = self.loss_coefficients(counts[:-1], info)
-        return make_route(chosen, counts.sum(0), group), coefficients  # padding, too, is sent and computed
-
-    def loss_coefficients(self, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
-        """Coefficients of p_te, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses (Balance): a row per
-        sequence, the last for padding, 0. counts: [B, E], how many of this rank's tokens chose each expert."""
-        k, c, B = self.model.top_k, counts.to(self.bias.dtype), len(counts)  # c: see Balance
-        for group in info.groups:
-            all_reduce(c, group)
-        S = c.sum(-1, keepdim=True) / k  # if 0, for a sequence of padding alone, no token reads the factors
-        z = self.balance.z_loss / S  # by sequence in any case
-        if self.balance.over == "micro-batch":  # each sequence counts as the mean one
-            c, S = c.mean(0, keepdim=True), S.mean(0, keepdim=True)
-        aux = self.balance.aux_loss * self.model.experts / (k * S.square()) * c
-        return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
-
-    def auxiliary_loss(self, logits: Tensor, scores: Tensor, info: RoutingInfo, coefficients: tuple) -> Tensor:
-        """Both losses of this rank's tokens, times their coefficients, summed over sequences."""
-        (aux, z), loss = coefficients, logits.new_zeros(())
-        if self.balance.aux_loss:
-            probabilities = scores if self.model.router == "softmax" else normalise(scores)
-            loss = loss + (probabilities * aux[info.sequence_ids]).sum()
-        if self.balance.z_loss:
-            loss = loss + (logits.logsumexp(-1, keepdim=True).square() * z[info.sequence_ids]).sum()
-        return loss
+                coefficients = loss_coefficients(self, counts[:-1], info)
+        return make_route(chosen, counts.sum(0), group), coefficients  # padding is sent and computed, too
 
 
 class RouterLogits(Function):
@@ -498,20 +458,12 @@ class RouterLogits(Function):
         return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None
 
 
-class AddAuxiliaryLoss(Function):
-    """x, unchanged. In backward `loss` gets the gradient 1: it is added to the model's loss."""
-
-    @staticmethod
-    def forward(ctx, x, loss):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad.new_ones(())
-
-
 def choose_experts(scores: Tensor, model: Model) -> Tensor:
-    """[T, E] -> [T, k]: the highest of the `top_groups` groups of experts whose two highest have the largest sums."""
+    """Return the k experts with the highest scores: [T, E] -> [T, k].
+
+    With groups of experts, a token chooses from its best `top_groups` groups. A group is as good as the
+    sum of its two best experts.
+    """
     if model.top_groups < model.expert_groups:
         grouped = scores.unflatten(-1, (model.expert_groups, -1))
         group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
@@ -525,14 +477,102 @@ def normalise(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
+# ---- balance: losses and biases that keep the experts' loads equal --------------------------------------------------
+
+class RoutingInfo(NamedTuple):
+    """Which sequences this rank's T tokens belong to, and whether they are trained on."""
+    sequence_ids: Tensor  # [T], the sequence of each token, 0 to B - 1; B for padding
+    sequences: int  # B
+    groups: tuple[Group, ...] = ()  # groups whose ranks have different tokens of the same sequences
+    # 1 / (sequences per step) times fp16's loss scale. None: no training, so loads are not counted either.
+    aux_loss_scale: float | Tensor | None = None
+
+
+def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
+    """Return the RoutingInfo of tokens [B, s], of which those below 0 are padding.
+
+    The ranks of `tp` have the same tokens, and each routes a shard of them. The c ranks of `cp` have
+    different tokens of the same sequences: s = S/c.
+    """
+    B, s = tokens.shape
+    shard = shard_slice(tokens.numel(), tp.size, tp.rank)
+    sequence_ids = torch.arange(shard.start, shard.stop, device=tokens.device) // s
+    sequence_ids = sequence_ids.masked_fill(tokens.flatten()[shard] < 0, B)
+    return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
+
+
+class Balance(NamedTuple):
+    """How the experts' loads are kept equal. By default nothing keeps them equal.
+
+    c_e of a sequence's S tokens chose expert e; p_te is the probability of expert e for token t.
+    Padding does not count; tokens without a label do.
+
+        auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
+        z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
+        bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
+
+    Counts have no derivative. Both losses are therefore sums over tokens with coefficients that are
+    known once experts have been chosen: `loss_coefficients` sums counts over all ranks that have tokens
+    of a sequence, and `auxiliary_loss` adds up what this rank's own tokens contribute.
+    """
+    aux_loss: float = 0.0  # coefficient of the auxiliary loss, the mean over sequences
+    over: str = "sequence"  # or "micro-batch": c, p and S of the auxiliary loss are sums over all its sequences
+    z_loss: float = 0.0  # coefficient of the z-loss
+    bias_rate: float = 0.0
+
+
+def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
+    """Return the coefficients of p_te, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses.
+
+    Each has a row per sequence, and the last row, for padding, is 0. counts: [B, E], how many of this
+    rank's tokens chose each expert.
+    """
+    balance, k = router.balance, router.model.top_k
+    B, c = len(counts), counts.to(router.bias.dtype)
+    for group in info.groups:
+        all_reduce(c, group)
+    S = c.sum(-1, keepdim=True) / k  # 0 for a sequence of padding only, whose coefficients no token reads
+    z = balance.z_loss / S  # always by sequence
+    if balance.over == "micro-batch":  # each sequence counts as the mean one
+        c, S = c.mean(0, keepdim=True), S.mean(0, keepdim=True)
+    aux = balance.aux_loss * router.model.experts / (k * S.square()) * c
+    return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
+
+
+def auxiliary_loss(router: Router, logits: Tensor, scores: Tensor, info: RoutingInfo,
+                   coefficients: tuple[Tensor, Tensor]) -> Tensor:
+    """Return both losses of this rank's tokens, times their coefficients, summed over sequences."""
+    (aux, z), loss = coefficients, logits.new_zeros(())
+    if router.balance.aux_loss:
+        probabilities = scores if router.model.router == "softmax" else normalise(scores)
+        loss = loss + (probabilities * aux[info.sequence_ids]).sum()
+    if router.balance.z_loss:
+        loss = loss + (logits.logsumexp(-1, keepdim=True).square() * z[info.sequence_ids]).sum()
+    return loss
+
+
+class AddAuxiliaryLoss(Function):
+    """Return x unchanged. In backward `loss` gets the gradient 1, which adds it to the model's loss."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_ones(())
+
+
 @torch.no_grad()
 def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool | Tensor = True) -> tuple:
-    """After a step: sum loads and losses over the ranks of `groups`, move the biases, reset loads and losses. apply:
-    False after a step that was skipped, which moves no bias. Returns the largest load of an expert over the mean of its
-    layer, and the losses summed over all sequences and layers."""
+    """Move the biases after a step, and reset loads and losses, which are summed over the ranks of `groups`.
+
+    apply: False after a step that was skipped, which moves no bias. Returns the largest load of an
+    expert over the mean of its layer, and the losses summed over all sequences and layers.
+    """
     sums = torch.stack([torch.cat((router.load.double(), router.loss.double()[None])) for router in routers])
     for group in groups:
-        all_reduce(sums, group)  # one for loads (counts are exact in fp64) and losses of all layers
+        all_reduce(sums, group)  # loads and losses of all layers at once; counts are exact in fp64
     loads, loss = sums[:, :-1], sums[:, -1].sum()
     mean = loads.mean(-1, keepdim=True)
     for router, direction in zip(routers, (mean - loads).sign()):
