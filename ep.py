@@ -1,32 +1,50 @@
-"""Expert parallelism: a layer's feed-forward networks, its experts, are sharded over ranks; each token uses k of them.
+"""Expert parallelism: experts are sharded over ranks, and each token is sent to the ranks that have its experts.
 
-Saves: all but 1/n of the experts' weights and gradients, and of their optimizer state, unless ZeRO shards that anyway.
-Costs: a token is sent once to each of the u ranks that have any of its experts, and back: T u H (n-1)/n elements per
-       exchange, dispatch and combine in forward, both in backward, dispatch again with full recomputation. Shared
-       experts hide dispatch's, nothing combine's. A copy brings k numbers of experts (once, not hidden), and k gates,
-       or their gradients, per dispatch: 4 k bytes each. If all choices are equally likely, u = n (1 - C(E - e, k) /
-       C(E, k)): 5.3 for k = 8 of 256 experts on 8 ranks. Once per layer and micro-batch ranks exchange counts, and the
-       host waits for the device, to learn how many rows there are.
-Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
-
-Two ranks, four experts, k = 2. Rank 0 has the tokens a b c, rank 1 has d e:
+Two ranks, four experts, and each token uses k = 2 of them. Rank 0 has tokens a b c, rank 1 has d e.
+A bar separates what goes to, or comes from, rank 0 and rank 1; a0 is what expert 0 makes of a, times
+its gate:
 
                                         rank 0, experts 0 and 1        rank 1, experts 2 and 3
     Router      choose                  a: 0 2   b: 2 3   c: 0 1       d: 1 2   e: 2 3
     Dispatch    permute by rank         a c | a b                      d | d e
-                all-to-all              a c d                          a b d e
+                all-to-all              a c | d                        a b | d e
                 permute by expert       0: a c   1: c d                2: a b d e   3: b e
-    Combine     unpermute               a0  c0+c1  d1                  a2  b2+b3  d2  e2+e3
-                all-to-all, unpermute   a0+a2   b2+b3   c0+c1          d1+d2   e2+e3
-                                        (a0: what expert 0 makes of a, times its gate)
-    route, gates = router(x, info, group)      # info: a RoutingInfo
-    dispatched = route.dispatch(x, gates)
-    y = shared_experts(x)                      # hides dispatch; combine is waited for
-    y = y + route.combine(experts(*dispatched.wait(), route))
+    Experts     compute                 0: a0 c0   1: c1 d1            2: a2 b2 d2 e2   3: b3 e3
+    Combine     unpermute               a0  c0+c1 | d1                 a2  b2+b3 | d2  e2+e3
+                all-to-all              a0  c0+c1 | a2  b2+b3          d1 | d2  e2+e3
+                unpermute               a0+a2   b2+b3   c0+c1          d1+d2   e2+e3
 
-Shapes: T tokens of a rank, H hidden, F ffn of an expert, E experts, k experts per token, n ranks of ep, e = E/n experts
-of a rank, B sequences of S tokens, U copies of tokens that a rank sends, M that it receives, R rows of its experts.
-Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks: no row is dropped, none is padded).
+A layer has E feed-forward networks, its experts. A router chooses k of them for each token, whose
+result is the sum of their results, each times a gate. Dispatch sends one copy of a token to each rank
+that has any of its experts; combine sends results back, already summed over the experts of a rank.
+The backward of dispatch is a combine, and the backward of combine is a dispatch.
+
+    route, gates = router(x, info, group)      # info: a RoutingInfo
+    dispatched = route.dispatch(x, gates)      # starts the all-to-all
+    y = shared_experts(x)                      # hides it
+    y = y + route.combine(experts(*dispatched.wait(), route))      # combine is waited for
+
+n ranks have E experts, e = E/n each. Tokens, copies and rows are vectors [H]:
+
+    token    A rank routes T tokens, which belong to B sequences of S tokens.
+    copy     A token that is sent to one rank. A rank sends U copies, and receives M copies.
+    row      A received copy that one expert reads. The experts of a rank read R rows.
+
+Saves: A rank stores 1/n of the experts' weights and gradients, and of their optimizer state, which
+       ZeRO may shard anyway.
+Costs: There are four exchanges: dispatch and combine in forward, and both in backward. Each sends
+       T u H (n-1)/n elements, where u is the number of ranks that have any of a token's experts. If
+       all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)), which is 5.3 for k = 8 of 256
+       experts on 8 ranks. Full recomputation repeats dispatch.
+       Shared experts hide dispatch and its backward. Nothing hides combine.
+       A copy carries the numbers of its k experts, sent once and not hidden. With each dispatch go
+       its k gates, and in backward their gradients come back. Each of these is 4 k bytes.
+       Ranks exchange counts once per layer and micro-batch. The host waits for the device there, to
+       learn how many rows there are.
+Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
+
+Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks: no row is dropped,
+and none is padded); DeepSeek-AI 2025 (DeepEP: one copy per rank).
 """
 from collections.abc import Callable
 from itertools import accumulate
@@ -50,14 +68,14 @@ class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination.
 
     `sort_copies` makes them from a table [N, w], which has a row of destinations for each token. The
-    table's cells are numbered row by row. Here is `to_ranks` of rank 0 in the figure above; `-` stands
-    for a rank that has none of the token's experts:
+    table's cells are numbered row by row. For example, this is `to_ranks` of rank 0 in the figure above.
+    A `-` is a rank that has none of the token's experts:
 
         table        cell numbers      copies      a  c | a  b      sorted by destination: rank 0 | rank 1
         a:  0  1     a:  0  1          cells       0  4 | 1  3      the cell that asks for each copy
         b:  -  1     b:  2  3          tokens      0  2 | 0  1      that cell's row: cell // w
         c:  0  -     c:  4  5
-                                       by_token    0  2 | 3 | 1     a is copied to 0 and 2, b to 3, c to 1
+                                       by_token    0  2 | 3 | 1     a's copies are 0 and 2, b's is 3, c's is 1
                                        starts      0      2   3     where each token begins in by_token
     """
     cells: Tensor  # [C], the table's cell that asks for each copy
@@ -117,8 +135,8 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
     """Decide where tokens go. chosen: [T, k], their experts. load: [E], how many tokens chose each expert."""
     (T, k), n, e = chosen.shape, group.size, len(load) // group.size
 
-    # 1. Count what each rank gets: one copy of every token that chose any of its experts, and one
-    #    row per choice.
+    # 1. Count what each rank gets. A token that chose several experts of a rank is one copy and
+    #    several rows.
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # rank i has e i to e i + e - 1
     counts = torch.cat((is_sent.sum(0)[:, None], load.view(n, e)), 1)
 
@@ -149,7 +167,7 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
     """
     counts_received, n = torch.empty_like(counts), group.size
     all_to_all(counts_received, counts, [1] * n, [1] * n, group)
-    # Here the host waits for the device, which happens nowhere else in a layer.
+    # The host waits for the device here, and nowhere else in a layer.
     counts_sent, counts_received = torch.stack((counts, counts_received)).mT.tolist()
     sent, *rows_sent = counts_sent  # n numbers, and n numbers for each of e experts
     received, *rows_received = counts_received
@@ -158,9 +176,8 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
-# Dispatch copies tokens, and combine sums results. Each is the backward of the other, because the
-# gradient of a copied token is the sum of its copies' gradients, and the gradient of a sum is copied to
-# all of its terms:
+# Dispatch copies tokens, and combine sums results. Each is the backward of the other. The gradient of a
+# copied token is the sum of its copies' gradients, and every term of a sum gets the sum's gradient:
 #
 #     dispatch, forward     tokens  ─► permute ─► all-to-all ─► permute ─►  rows of experts
 #     combine, backward     the same, of gradients of results
@@ -239,7 +256,7 @@ class Exchange:
         return StartExchange.apply(self, *tensors)
 
     def finish(self, *arriving: Tensor) -> tuple[Tensor, ...]:
-        """Return what the other ranks have sent."""
+        """Wait for the tensors that other ranks have sent to this one, and return them."""
         return FinishExchange.apply(self, *arriving)
 
     def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> None:
@@ -299,11 +316,13 @@ class Combine(Function):
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
-# An expert is a SwiGLU network. Rows are sorted by expert, so that a matmul of all experts' rows replaces
-# this loop:
+# An expert is a SwiGLU network. Rows are sorted by expert, and grouped matmuls replace this loop:
 #
-#     for x, g, gate_up, down in experts:             # x [rows, H] and gates g [rows] of one expert
-#         y = (g * swiglu(x @ gate_up.T)) @ down.T    # W (g h) = g (W h): nothing is saved for dg
+#     for x, g, gate_up, down in experts:      # x [rows, H], gates g [rows], gate_up [2F, H], down [H, F]
+#         y = (swiglu(x @ gate_up.T) * g[:, None]) @ down.T
+#
+# A gate multiplies hidden activations instead of the result: W (g h) = g (W h). So no result has to be
+# saved for the gates' gradients.
 
 class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
@@ -396,7 +415,7 @@ class Router:
     """
 
     def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: "Balance | None" = None):
-        """name: the bias's, in checkpoints. weight: a parameter of the model. balance: None: the loads may differ."""
+        """name: the name of the bias in checkpoints. weight: a parameter of the model."""
         balance = balance or Balance()
         need(model.router in ("softmax", "sigmoid"), f"router {model.router}: must be softmax or sigmoid")
         need(balance.over in ("sequence", "micro-batch"), f"over {balance.over}: must be sequence or micro-batch")
@@ -489,7 +508,7 @@ class RoutingInfo(NamedTuple):
 
 
 def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
-    """Return the RoutingInfo of tokens [B, s], of which those below 0 are padding.
+    """Return the RoutingInfo of tokens [B, s]. Tokens below 0 are padding.
 
     The ranks of `tp` have the same tokens, and each routes a shard of them. The c ranks of `cp` have
     different tokens of the same sequences: s = S/c.
