@@ -47,7 +47,9 @@ Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks
 and none is padded); DeepSeek-AI 2025 (DeepEP: one copy per rank).
 """
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +57,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from collectives import Group, all_reduce, all_to_all, exchange_rows, run_demo, to_device
+from collectives import (
+    ALONE,
+    Group,
+    all_reduce,
+    all_to_all,
+    exchange_rows,
+    gather_rows,
+    run_demo,
+    sum_over_ranks,
+    to_device,
+)
 from config import Model, need
 from gradients import accumulate_grad, accumulate_product
 from operations import swiglu
-from param import Spec, acc_dtype, shard_slice
+from param import Spec, acc_dtype, draw, parameter, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
 # ---- the route: which rows go where ---------------------------------------------------------------------------------
@@ -601,17 +613,74 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool 
     return (loads / mean).max(), loss
 
 
-# ---- demo: python ep.py, or torchrun --nproc_per_node=4 ep.py -------------------------------------------------------
+# ---- demo: python ep.py ---------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
-    torch.manual_seed(0)
-    weight, x = nn.Parameter(torch.randn(8, 16) / 4), torch.randn(256, 16) + torch.linspace(-2, 2, 16)  # alike
-    router = Router("demo", weight, Model(experts=8, top_k=2, router="sigmoid"), Balance(bias_rate=0.05))
-    for step in range(6):
-        route, _ = router(x, RoutingInfo(torch.zeros(256, dtype=torch.long), 1, aux_loss_scale=1.0), group)
-        print(f"rank {group.rank}, rows per expert after {step} updates of biases: {route.rows_per_expert}")
-        update_biases([router], (group,))
+    show_exchanges(group)
+    show_balance(group)
+
+
+def show_exchanges(group: Group) -> None:
+    """Send the tokens of the figure to experts, and compare with one rank that has all experts."""
+    n, rank, E, H, F, names = group.size, group.rank, lcm(4, group.size), 8, 16, "abcde"
+    mine = slice(3 * rank, 3 * rank + 3)
+    chosen = torch.tensor([[0, 2], [2, 3], [0, 1], [1, 2], [2, 3]])[mine]
+    gates = torch.full(chosen.shape, 0.5, dtype=torch.float64)
+    x = torch.randn(5, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[mine]
+    x[:, 0] = torch.arange(5)[mine]  # so that each row shows which token it is
+
+    def run(group: Group) -> tuple[Route, Tensor, Tensor]:
+        make = partial(parameter, groups={"ep": group}, dtype=torch.float64)
+        experts = GroupedExperts(make, Spec("gate_up", (E, 2 * F, H), {"ep": 0}, std=0.3),
+                                 Spec("down", (E, H, F), {"ep": 0}, std=0.3))
+        for weight in experts.parameters():
+            weight.data = draw(0)(weight.spec, weight.box).double()
+        tokens = x.clone().requires_grad_()
+        route = make_route(chosen, torch.bincount(chosen.flatten(), minlength=E), group)
+        rows, gates_of_rows = route.dispatch(tokens, gates).wait()
+        y = route.combine(experts(rows, gates_of_rows, route))
+        y.square().sum().backward()
+        return route, rows, torch.stack((y.detach(), tokens.grad))
+
+    route, rows, results = run(group)
+    *_, expected = run(ALONE)
+    sums = torch.stack(((results - expected).abs().sum(), expected.abs().sum()))
+    reads = torch.zeros(E, 5)  # which experts read which tokens
+    for expert, part in enumerate(rows.split(route.rows_per_expert), E // n * rank):
+        reads[expert, part[:, 0].long()] = 1
+    for tensor in (sums, reads):
+        all_reduce(tensor, group)
+    copies = gather_rows(torch.tensor([route.sent]), group).wait().tolist()
+    if rank == 0:
+        print(f"{n} ranks, {E} experts, k = 2 experts per token, H = {H}\n")
+        for sender in range(n):
+            tokens = " ".join(names[3 * sender:3 * sender + 3])
+            print(f"    rank {sender} has tokens {tokens:6s}   copies that it sends to each rank: {copies[sender]}")
+        for expert in range(E):
+            tokens = [names[i] for i in reads[expert].nonzero()]
+            print(f"    expert {expert}, on rank {expert * n // E}, reads", *tokens)
+        print("\nOne rank that has all experts computes the same results and gradients of tokens.\n"
+              f"Relative difference: {sums[0] / sums[1]:.0e}\n")
+
+
+def show_balance(group: Group) -> None:
+    """Move the biases of a router whose tokens are so much alike that most of them choose the same experts."""
+    T, H, E, k, updates = 256, 16, lcm(8, group.size), 2, 30
+    weight = nn.Parameter(torch.randn(E, H, generator=torch.Generator().manual_seed(0)) / 4)
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(group.rank)) + torch.linspace(-2, 2, H)
+    router = Router("demo", weight, Model(experts=E, top_k=k, router="sigmoid"), Balance(bias_rate=0.01))
+    info = RoutingInfo(torch.zeros(T, dtype=torch.long), 1, aux_loss_scale=1.0)
+    loads, largest = [], []
+    for _ in range(updates + 1):
+        router(x, info, group)
+        loads.append(sum_over_ranks(router.load, group).tolist())
+        largest.append(update_biases([router], (group,))[0].item())
+    if group.rank == 0:
+        print(f"{group.size} ranks, {T} tokens on each, {E} experts, k = {k} experts per token\n")
+        for number in range(0, updates + 1, 10):
+            print(f"    after {number:2d} updates of the biases, tokens that chose each expert: {loads[number]}")
+        print(f"\nThe busiest expert had {largest[0]:.1f} times the mean load; biases made it {largest[-1]:.1f} times.")
 
 
 if __name__ == "__main__":
-    run_demo(demo)
+    run_demo(demo, ranks=2)
