@@ -221,49 +221,6 @@ class Row(Function):
         return dy, None, None, None, None
 
 
-# ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. Where kernels.py
-# runs, torch's operators take these steps: ranks copy each other's shards from symmetric memory, which all must reach
-# (NVLink), with few calls and no kernels of NCCL, which would take SMs from the matmuls.
-
-def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
-    n, me = group.size, group.rank
-    x = x.contiguous()
-    if n > 1 and uses_kernels(x):
-        with calling("fused_all_gather_matmul", group, (n - 1) * x.nbytes):
-            gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
-                x, [matrix], 0, group.process_group.group_name)
-        return product, gathered
-    gathered = x.new_empty(len(x) * n, x.shape[1])
-    product = x.new_empty(len(gathered), matrix.shape[1])
-    shards, products = gathered.chunk(n), product.chunk(n)
-    shards[me].copy_(x)
-    for hop in range(n):
-        owner = (me - hop) % n  # of the shard that is here; next comes that of the rank before it
-        pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(x)
-        torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
-        pending.wait()
-    return product, gathered
-
-
-def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
-    """This rank's tokens of x @ matrix, summed over the ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
-    n, me = group.size, group.rank
-    if n > 1 and uses_kernels(x):
-        with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
-            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
-    shards = x.chunk(n)
-    total = shards[me - 1] @ matrix  # the sum of rank me-1's shard starts here, and reaches that rank n-1 hops later
-    for hop in range(1, n):
-        incoming = torch.empty_like(total)
-        pending = shift(incoming, total, group)
-        total = shards[me - 1 - hop] @ matrix  # while one sum is sent and the next one received
-        pending.wait()
-        total += incoming
-    return total
-
-
 # ---- modules --------------------------------------------------------------------------------------------------------
 
 class ColumnParallelLinear(nn.Module):
@@ -400,6 +357,49 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab_siz
     assert logits.shape[-1] == vocab.stop - vocab.start, f"{logits.shape[-1]} logits per token, but {vocab}"
     check_labels(labels, vocab_size)
     return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), z_loss, vocab, group)
+
+
+# ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
+# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. Where kernels.py
+# runs, torch's operators take these steps: ranks copy each other's shards from symmetric memory, which all must reach
+# (NVLink), with few calls and no kernels of NCCL, which would take SMs from the matmuls.
+
+def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
+    n, me = group.size, group.rank
+    x = x.contiguous()
+    if n > 1 and uses_kernels(x):
+        with calling("fused_all_gather_matmul", group, (n - 1) * x.nbytes):
+            gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
+                x, [matrix], 0, group.process_group.group_name)
+        return product, gathered
+    gathered = x.new_empty(len(x) * n, x.shape[1])
+    product = x.new_empty(len(gathered), matrix.shape[1])
+    shards, products = gathered.chunk(n), product.chunk(n)
+    shards[me].copy_(x)
+    for hop in range(n):
+        owner = (me - hop) % n  # of the shard that is here; next comes that of the rank before it
+        pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(x)
+        torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
+        pending.wait()
+    return product, gathered
+
+
+def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
+    """This rank's tokens of x @ matrix, summed over the ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
+    n, me = group.size, group.rank
+    if n > 1 and uses_kernels(x):
+        with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
+    shards = x.chunk(n)
+    total = shards[me - 1] @ matrix  # the sum of rank me-1's shard starts here, and reaches that rank n-1 hops later
+    for hop in range(1, n):
+        incoming = torch.empty_like(total)
+        pending = shift(incoming, total, group)
+        total = shards[me - 1 - hop] @ matrix  # while one sum is sent and the next one received
+        pending.wait()
+        total += incoming
+    return total
 
 
 # ---- demo: python tp.py ---------------------------------------------------------------------------------------------
