@@ -35,8 +35,8 @@ NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in for
 class LatentAttention(nn.Module):
     """[T/t, H] -> [T/t, H]. A tensor parallel rank has N/t heads. The matrices that make latents are whole on every
     rank, and applied to the tokens that it has between layers, so their gradients are partial or replicated, as norms'
-    are. `spread` gathers all tokens' latents and shared keys, which get partial gradients from each rank's heads; its
-    backward sums these. Attention kernels take values as wide as keys: values are padded with zeros.
+    are. `gather_with_grad` gathers all tokens' latents and shared keys, which get partial gradients from each rank's
+    heads; its backward sums these. Attention kernels take values as wide as keys: values are padded with zeros.
 
     norm_along: Spec.along of weights that are whole on every rank. std, out_std: of initial weights, and of wo."""
 
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
             context.recompute.drop(h, q, self.q_norm, q_latent)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
-        own = context.tp.spread(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], kv_up's f
+        own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], kv_up's f
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
         if context.cache is not None:  # what it calls keys are latents, and values shared keys
             own = torch.cat(context.cache.extend(self.layer, *own.split(self.widths[:2], -1), self.window), -1)

@@ -100,7 +100,7 @@ class TensorParallel(NamedTuple):
 
     # Exchanges without a matmul, with derivatives.
 
-    def spread(self, x: Tensor) -> Tensor:
+    def gather_with_grad(self, x: Tensor) -> Tensor:
         """f: [T/t, ...] -> [T, ...], for what each rank uses differently: latents, of which it makes its heads' keys
         and values, and the fused head's input."""
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
@@ -279,7 +279,7 @@ class VocabParallelHead(nn.Module):
         vocab_size = self.weight.spec.shape[0]
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
-            x = tp.spread(x) if tp.size > 1 else x
+            x = tp.gather_with_grad(x) if tp.size > 1 else x
             return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab_size=vocab_size, group=tp.group,
                                         loss_grad=loss_grad)
         logits = Column.apply(x, tp, MATMUL, False, self.weight)  # not deferred: dS is as large as all logits
