@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from collectives import ALONE, Groups
+from collectives import ALONE, AllReduce__Identity, Groups, Identity__AllReduce
 from config import Model
 from cp import attention_by_window, gather_tokens, own_positions
 from ep import Balance, GroupedExperts, Router, make_routing_info
 from latent import LatentAttention
 from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
-from param import Spec, parameter
+from param import Spec, parameter, shard_slice
 from pp import Pipeline
 from recompute import Recompute, is_recomputing
 from tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, VocabParallelEmbedding, VocabParallelHead
@@ -299,13 +300,35 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(name + "shared.", shared, model, make) if shared else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
-        tokens = context.tp.split(x)  # all of x; if tp ranks have equal x (no sequence parallelism), 1/t of it
+        tokens = split_tokens(x, context.tp)
         route, gates = self.router(tokens, context.routing, self.ep_group)
         dispatched = route.dispatch(tokens, gates)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
         y = route.combine(self.experts(*dispatched.wait(), route, context.recompute))
-        y = context.tp.merge(y, len(x), skip=is_recomputing())  # as in FeedForward
+        y = merge_tokens(y, len(x), context.tp, skip=is_recomputing())  # as in FeedForward
         return y if shared is None else y + shared
+
+
+# Every token must be sent to its experts once. With sequence parallelism the ranks of tp have different tokens. Without
+# it all have the same [T, H], and each sends a shard of them.
+
+def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return the tokens that this rank sends to experts: all of x, or its shard [T, H] -> about [T/t, H]."""
+    if tp.sequence or tp.size == 1:
+        return x
+    return Identity__AllReduce.apply(x, tp.group)[shard_slice(len(x), tp.size, tp.group.rank)]
+
+
+def merge_tokens(y: Tensor, count: int, tp: TensorParallel, skip: bool = False) -> Tensor:
+    """Undo `split_tokens`, of a tensor that had `count` tokens.
+
+    skip: do not sum over ranks, in a recomputed block whose backward does not read the result.
+    """
+    if tp.sequence or tp.size == 1:
+        return y
+    shard = shard_slice(count, tp.size, tp.group.rank)
+    padded = pad(y, (0, 0, shard.start, count - shard.stop))
+    return padded if skip else AllReduce__Identity.apply(padded, tp.group)
 
 
 class MultiTokenPrediction(Block):

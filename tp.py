@@ -39,13 +39,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import _symmetric_memory  # noqa: F401, which defines torch.ops.symm_mem
-from torch.nn.functional import pad
 
 from collectives import (
     ALONE,
     MAX,
     AllGather__ReduceScatter,
-    AllReduce__Identity,
     Group,
     Identity__AllReduce,
     Pending,
@@ -104,22 +102,6 @@ class TensorParallel(NamedTuple):
         """f: [T/t, ...] -> [T, ...], for what each rank uses differently: latents, of which it makes its heads' keys
         and values, and the fused head's input."""
         return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
-
-    def split(self, x: Tensor) -> Tensor:
-        """Tokens that this rank alone sends to experts. Without sequence parallelism all ranks have the same T, so each
-        takes a shard: [T, H] -> about [T/t, H]. With it x is one already."""
-        if self.sequence or self.size == 1:
-            return x
-        return Identity__AllReduce.apply(x, self.group)[shard_slice(len(x), self.size, self.group.rank)]
-
-    def merge(self, y: Tensor, count: int, skip: bool = False) -> Tensor:
-        """The inverse of split. count: tokens of the x that was split. skip: do not sum over ranks, in a recomputed
-        block whose backward does not read the result."""
-        if self.sequence or self.size == 1:
-            return y
-        shard = shard_slice(count, self.size, self.group.rank)
-        padded = pad(y, (0, 0, shard.start, count - shard.stop))
-        return padded if skip else AllReduce__Identity.apply(padded, self.group)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
