@@ -110,33 +110,6 @@ class TensorParallel(NamedTuple):
 # that its gradient is complete. A split backward (zero-bubble pipelines) computes dX in its first half, and dA
 # and dB in its second.
 
-class Matmul:
-    """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8."""
-
-    def begin(self) -> "Matmul":
-        """What multiplies in one forward and its backward: in FP8 a copy, which keeps the scales of X and dY."""
-        return self
-
-    def forward(self, x: Tensor, weights: Params) -> Tensor:
-        return x @ stacked_weight(weights).t()
-
-    def prepare_grad(self, dy: Tensor) -> Any:
-        """dY as dgrad and wgrad take it: in FP8 quantised, by a second call with the first one's scale."""
-        return dy
-
-    def dgrad(self, dy: Any, weights: Params) -> Tensor:
-        """dX = dY W."""
-        return dy @ stacked_weight(weights)
-
-    def wgrad(self, out: Tensor, dy: Any, x: Tensor) -> None:
-        """out += dY^T X."""
-        accumulate_product(out, dy.t(), x)
-
-
-MATMUL = Matmul()
-
-
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
     gather, one matmul and one dX. defer: whether dA may be left to the second half of a split backward."""
@@ -201,6 +174,33 @@ class Row(Function):
         else:
             add_to(weights, lambda out: mm.wgrad(out, gathered, y))
         return dy, None, None, None, None
+
+
+class Matmul:
+    """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
+    has the same methods, and multiplies in FP8."""
+
+    def begin(self) -> "Matmul":
+        """What multiplies in one forward and its backward: in FP8 a copy, which keeps the scales of X and dY."""
+        return self
+
+    def forward(self, x: Tensor, weights: Params) -> Tensor:
+        return x @ stacked_weight(weights).t()
+
+    def prepare_grad(self, dy: Tensor) -> Any:
+        """dY as dgrad and wgrad take it: in FP8 quantised, by a second call with the first one's scale."""
+        return dy
+
+    def dgrad(self, dy: Any, weights: Params) -> Tensor:
+        """dX = dY W."""
+        return dy @ stacked_weight(weights)
+
+    def wgrad(self, out: Tensor, dy: Any, x: Tensor) -> None:
+        """out += dY^T X."""
+        accumulate_product(out, dy.t(), x)
+
+
+MATMUL = Matmul()
 
 
 # ---- modules --------------------------------------------------------------------------------------------------------
