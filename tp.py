@@ -86,47 +86,77 @@ class TensorParallel(NamedTuple):
     def size(self) -> int:
         return self.group.size
 
-    # The exchanges of linear layers, under which the caller may compute something before it waits.
-
     def gather(self, x: Tensor) -> Pending:
-        """Forward of f, backward of g: [T/t, H] -> [T, H], in rank order; x itself without sequence parallelism."""
-        return gather_rows(x, self.group, async_op=True) if self.sequence else done(x)
+        """Start f's forward, or g's backward: [T/t, H] -> [T, H], in rank order."""
+        if self.sequence:
+            return gather_rows(x, self.group, async_op=True)
+        return done(x)
 
     def reduce(self, terms: Tensor) -> Pending:
-        """Forward of g, backward of f: [T, H] -> [T/t, H], summed over ranks; in place without sequence parallelism."""
-        return (reduce_rows if self.sequence else all_reduce)(terms, self.group, async_op=True)
+        """Start g's forward, or f's backward: [T, H] -> [T/t, H], summed over ranks.
 
-    # Exchanges without a matmul, with derivatives.
+        Without sequence parallelism the sum replaces `terms`.
+        """
+        if self.sequence:
+            return reduce_rows(terms, self.group, async_op=True)
+        return all_reduce(terms, self.group, async_op=True)
 
     def gather_with_grad(self, x: Tensor) -> Tensor:
-        """f: [T/t, ...] -> [T, ...], for what each rank uses differently: latents, of which it makes its heads' keys
-        and values, and the fused head's input."""
-        return (AllGather__ReduceScatter if self.sequence else Identity__AllReduce).apply(x, self.group)
+        """f, for autograd: [T/t, ...] -> [T, ...]. For a tensor that ranks use differently outside of a Column: latents
+        (latent.py), and the input of the fused head."""
+        if self.sequence:
+            return AllGather__ReduceScatter.apply(x, self.group)
+        return Identity__AllReduce.apply(x, self.group)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
-# Autograd sees gradients of activations (and biases). Weight gradients are added to buffers (gradients.py): backward
-# returns None for weights. Weights are inputs so that autograd still runs their hooks, which tell a weight's bucket
-# that its gradient is complete. A split backward (zero-bubble pipelines) computes dX in its first half, and dA
-# and dB in its second.
+# If nothing were hidden, the two layers of a pair would be these lines. x, dx, z and dz are this rank's
+# T/t tokens. X, S, Y, Z and their gradients have all T tokens.
+#
+#     Column    forward     X = gather(x)         f
+#                           S = X A^T             saves x
+#               backward    X = gather(x)
+#                           dX = dS A
+#                           dx = reduce(dX)
+#                           dA += dS^T X
+#
+#     Row       forward     Z = Y B^T             this rank's term of the sum; saves Y
+#                           z = reduce(Z)         g
+#               backward    dZ = gather(dz)
+#                           dY = dZ B
+#                           dB += dZ^T Y
+#
+# Four features change some of these lines:
+#
+#     mm                  In FP8 an fp8.Fp8 makes the three products, in place of `Matmul`.
+#     tp.async_tp         A gather and a product are one function, and so are a product and a reduction.
+#     is_recomputing()    A block's second forward comes just before its backward. Column saves X there,
+#                         and does not gather again. Row skips a product that backward does not read.
+#     is_deferring()      The first half of a split backward (zero-bubble pipelines) computes dx and dY,
+#                         and queues dA and dB for the second half.
+#
+# dA and dB are added to gradient buffers (gradients.py), and autograd gets None for weights. Weights are
+# inputs of the Functions all the same, so that autograd runs their hooks, which tell a weight's bucket
+# that its gradient is complete.
 
 class Column(Function):
-    """f, then S = X A^T: [T/t, H] -> [T, R/t]. Weights that have the same input (queries, keys, values) share one
-    gather, one matmul and one dX. defer: whether dA may be left to the second half of a split backward."""
+    """f, then S = X A^T: [T/t, H] -> [T, R/t].
+
+    weights: A. Weights with the same input (queries, keys, values) share a gather, a matmul and a dX.
+    defer: False to compute dA in the first half of a split backward, too.
+    """
 
     @staticmethod
     def forward(ctx, x, tp, mm, defer, *weights):
         assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
         ctx.tp, ctx.mm, ctx.defer = tp, mm.begin(), defer
-        ctx.weights = weights  # not saved: what hooks of saved tensors give back may be copies, without a bucket
+        ctx.weights = weights  # not saved: hooks of saved tensors may return copies, which have no bucket
         if tp.async_tp:
             product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
         else:
             gathered = tp.gather(x).wait()
             product = ctx.mm.forward(gathered, weights)
-        # A recomputed block's forward runs just before its own backward: X may stay gathered until then, unless that
-        # backward is split, which would queue it.
-        ctx.saves_gathered = is_recomputing() and not is_deferring()
+        ctx.saves_gathered = is_recomputing() and not is_deferring()  # X is too large to be queued
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
 
@@ -136,26 +166,31 @@ class Column(Function):
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds = mm.prepare_grad(ds)
         gather = done if ctx.saves_gathered else tp.gather
+        # Before: gather X and wait, dX = dS A, reduce dX and wait, dA += dS^T X.
+        # Now:    the gather of X runs under dS A, and the reduction of dX under dS^T X.
         add_da = start_weight_grad(weights, partial(gather, x), lambda out, gathered: mm.wgrad(out, ds, gathered),
                                    ctx.defer)
-        if tp.async_tp and ctx.defer and is_deferring():  # no weight gradient is there to hide the reduction
+        if tp.async_tp and ctx.defer and is_deferring():  # dA is queued, and cannot hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
-            dx = tp.reduce(mm.dgrad(ds, weights))  # the matmul hides the gather of X
-        add_da()  # does nothing if dA is queued; else its matmul hides the reduction of dX
+            dx = tp.reduce(mm.dgrad(ds, weights))
+        add_da()  # does nothing if dA is queued
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
 class Row(Function):
-    """Z = Y B^T, then g: [T, C/t] -> [T/t, H]. skip: return zeros instead, in a recomputed block whose backward
-    does not read Z."""
+    """Z = Y B^T, then g: [T, C/t] -> [T/t, H].
+
+    weight: B. skip: return zeros instead, in a recomputed block whose backward does not read Z.
+    """
 
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
         ctx.save_for_backward(y)
         ctx.tp, ctx.mm, ctx.weights = tp, mm.begin(), (weight,)
         if skip:
-            return y.new_zeros(()).expand(len(y) // tp.size if tp.sequence else len(y), len(weight))
+            own_tokens = len(y) // tp.size if tp.sequence else len(y)
+            return y.new_zeros(()).expand(own_tokens, len(weight))
         if tp.async_tp:
             return matmul_reduce_scatter(y, weight.t(), tp.group)
         return tp.reduce(ctx.mm.forward(y, ctx.weights)).wait()
@@ -168,7 +203,7 @@ class Row(Function):
         else:
             gathered = mm.prepare_grad(tp.gather(dz).wait())
             dy = mm.dgrad(gathered, weights)
-        if is_deferring():  # the gathered dZ is too large to queue: its shard is, to be gathered and prepared again
+        if is_deferring():  # dZ is too large to be queued: dz is queued, then gathered and prepared again
             start_weight_grad(weights, partial(tp.gather, dz),
                               lambda out, whole: mm.wgrad(out, mm.prepare_grad(whole), y))
         else:
@@ -177,18 +212,20 @@ class Row(Function):
 
 
 class Matmul:
-    """The three products of a linear layer Y = X W^T, where W are weights stacked along their output dimension. fp8.Fp8
-    has the same methods, and multiplies in FP8."""
+    """The three products of a linear layer Y = X W^T, where W is all weights, stacked along their output dimension.
+
+    fp8.Fp8 has the same methods, and multiplies in FP8.
+    """
 
     def begin(self) -> "Matmul":
-        """What multiplies in one forward and its backward: in FP8 a copy, which keeps the scales of X and dY."""
+        """Return what multiplies in one forward and its backward: this, or in FP8 a copy that keeps the scales."""
         return self
 
     def forward(self, x: Tensor, weights: Params) -> Tensor:
         return x @ stacked_weight(weights).t()
 
     def prepare_grad(self, dy: Tensor) -> Any:
-        """dY as dgrad and wgrad take it: in FP8 quantised, by a second call with the first one's scale."""
+        """Return dY as dgrad and wgrad take it: in FP8 quantised, with the same scale in each call."""
         return dy
 
     def dgrad(self, dy: Any, weights: Params) -> Tensor:
@@ -207,7 +244,7 @@ MATMUL = Matmul()
 
 class ColumnParallelLinear(nn.Module):
     """[T/t, H] -> [T, R/t]: one or several weights with the same input. Their outputs are concatenated."""
-    mm = MATMUL  # train.py may replace it, by an fp8.Fp8
+    mm = MATMUL  # train.py may replace it by an fp8.Fp8
 
     def __init__(self, make: MakeParameter, *specs: Spec, biases: Sequence[Spec] = ()):
         super().__init__()
@@ -220,19 +257,20 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[T, C/t] -> [T/t, H]. skip: for full recomputation, if its backward does not read the result."""
-    mm = MATMUL  # train.py may replace it, by an fp8.Fp8
+    """[T, C/t] -> [T/t, H]."""
+    mm = MATMUL  # train.py may replace it by an fp8.Fp8
 
     def __init__(self, make: MakeParameter, spec: Spec):
         super().__init__()
         self.weight = make(spec)
 
     def forward(self, x: Tensor, tp: TensorParallel, skip: bool = False) -> Tensor:
+        """skip: return zeros instead, in a recomputed block whose backward does not read the result."""
         return Row.apply(x, tp, self.mm, skip, self.weight)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table [V/t, H]: tokens [T] -> [T/t, H]. Tokens below 0 are padding, whose rows are zeros."""
+    """Look up the rows of tokens in a table [V/t, H]: [T] -> [T/t, H]. Tokens below 0 are padding, and get zeros."""
 
     def __init__(self, make: MakeParameter, spec: Spec):
         super().__init__()
@@ -245,10 +283,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """A table [V/t, H]: [T/t, H] -> logits [T, V/t]; with labels [T], the sum of the tokens' losses instead.
+    """Compute logits [T, V/t] of [T/t, H] with a table [V/t, H], or with labels [T] the sum of the tokens' losses.
 
-    weight: the embedding's table, where the two are tied and this rank has it. z_loss: see cross_entropy. loss_grad:
-    the gradient that the sum will have in backward (default 1), which the fused kernel alone needs in forward.
+    weight: the embedding's table, if the two are tied and this rank has it. z_loss: see cross_entropy.
+    loss_grad: the gradient that the sum will have in backward (default 1). Only the fused kernel needs
+    it in forward.
     """
 
     def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
@@ -269,16 +308,19 @@ class VocabParallelHead(nn.Module):
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
-# The table is sharded by rows: a rank looks up the tokens of its rows and adds zeros for the rest. No rank has a whole
-# row of logits: the loss takes the largest of the shards' logsumexp, then sums exp(logsumexp - largest) and the label's
-# logit over the ranks.
+# The table is sharded by rows. A rank looks up the tokens whose rows it has, takes zeros for the others,
+# and g sums these terms. No rank has all V logits of a token. With l_r, the logsumexp of rank r's logits,
+#
+#     loss = logsumexp - logit of the label,    logsumexp = m + log(sum over r of exp(l_r - m)),    m = max l_r
+#
+# takes three numbers per token: one all-reduce of m, and one of both sums (one rank has the label's logit).
 
 class Embed(Function):
-    """Rows of a table [V/t, H]. Their gradients are added row by row: a dense [V/t, H] one would be mostly zeros."""
+    """Rows of a table [V/t, H], then g. Gradients are added row by row: a dense gradient would be mostly zeros."""
 
     @staticmethod
     def forward(ctx, tokens, table, tp):
-        rows, in_shard = local_index(tokens, table.box[0])
+        rows, in_shard = local_index(tokens, table.box[0])  # box[0]: which rows of the whole table this rank has
         ctx.save_for_backward(rows, in_shard)
         ctx.table, ctx.tp = table, tp
         return tp.reduce(table[rows].mul_(in_shard[:, None])).wait()
@@ -292,7 +334,10 @@ class Embed(Function):
 
 
 def local_index(tokens: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
-    """(index into this rank's part `vocab` of the vocabulary, whether a token is in it); others get any valid index."""
+    """Return (index into this rank's part `vocab` of the vocabulary, whether a token is in that part).
+
+    Tokens that are not in it get some valid index.
+    """
     in_shard = (tokens >= vocab.start) & (tokens < vocab.stop)
     return (tokens - vocab.start).clamp(0, vocab.stop - vocab.start - 1), in_shard
 
@@ -305,7 +350,7 @@ class CrossEntropy(Function):
         upcast = logits.to(acc_dtype(logits.dtype))
         index, in_shard = local_index(labels, vocab)
         shard_logsumexp = upcast.logsumexp(-1)
-        largest = shard_logsumexp.clone()  # subtracted before exp, which then cannot overflow
+        largest = shard_logsumexp.clone()  # m, which is subtracted so that exp cannot overflow
         all_reduce(largest, group, MAX)
         label_logit = upcast.gather(-1, index[:, None])[:, 0] * in_shard
         sums = torch.stack((shard_logsumexp.sub_(largest).exp_(), label_logit))
@@ -327,12 +372,13 @@ class CrossEntropy(Function):
 
 def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab_size: int | None = None,
                   group: Group = ALONE) -> Tensor:
-    """The sum (not the mean) of the tokens' losses in nats; tokens with the label IGNORED have none.
+    """Return the sum (not the mean) of the tokens' losses in nats. Tokens with the label IGNORED have no loss.
 
-    logits: [..., V/t], of this rank's part of the vocabulary, shard_slice(V, t, rank). vocab_size: V, by default that
-    of one rank's logits. labels: [...], tokens or IGNORED: RuntimeError for others (param.check_labels).
-    z_loss: coefficient of the squared logarithm of the softmax's denominator, which is added to a token's loss so that
-    logits do not drift (Chowdhery et al. 2022, section 5).
+    logits: [..., V/t], of this rank's part of the vocabulary, shard_slice(V, t, rank).
+    labels: [...], tokens or IGNORED; RuntimeError for others (param.check_labels).
+    vocab_size: V. By default there is one rank, whose logits are all V.
+    z_loss: coefficient of the square of logsumexp, which is added to a token's loss so that logits do
+    not drift (Chowdhery et al. 2022, section 5).
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     vocab = shard_slice(vocab_size, group.size, group.rank)
@@ -341,13 +387,16 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab_siz
     return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), z_loss, vocab, group)
 
 
-# ---- asynchronous: exchanges in steps round a ring, each hidden under the matmul of a shard --------------------------
-# No other matmul hides a linear layer's exchange in forward, a row's backward and a split backward. Where kernels.py
-# runs, torch's operators take these steps: ranks copy each other's shards from symmetric memory, which all must reach
-# (NVLink), with few calls and no kernels of NCCL, which would take SMs from the matmuls.
+# ---- asynchronous: rings that hide an exchange under the layer's own matmul -----------------------------------------
+# In forward, in a row layer's backward and in a split backward, no other matmul can hide a linear layer's
+# exchange. So it is split into steps round a ring of ranks, each under the matmul of one shard.
+#
+# Where kernels.py runs, torch's operators take these steps: ranks copy each other's shards from symmetric
+# memory, which all of them must reach (NVLink). That takes few calls, and no kernels of NCCL, which would
+# take SMs from the matmuls.
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
+    """Return (gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
     n, me = group.size, group.rank
     x = x.contiguous()
     if n > 1 and uses_kernels(x):
@@ -355,12 +404,14 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
             gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
                 x, [matrix], 0, group.process_group.group_name)
         return product, gathered
+    # Before: gather all n shards, then multiply them.
+    # Now:    multiply the shard that is here while the next one is on its way.
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
     shards, products = gathered.chunk(n), product.chunk(n)
     shards[me].copy_(x)
     for hop in range(n):
-        owner = (me - hop) % n  # of the shard that is here; next comes that of the rank before it
+        owner = (me - hop) % n  # whose shard is here; the next shard is that of the rank before
         pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(x)
         torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
         pending.wait()
@@ -368,11 +419,13 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
-    """This rank's tokens of x @ matrix, summed over the ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
+    """Return this rank's tokens of x @ matrix, summed over ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
     n, me = group.size, group.rank
     if n > 1 and uses_kernels(x):
         with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
+    # Before: multiply all n shards of tokens, then sum over ranks.
+    # Now:    multiply one shard while the sum of another is on its way. Each sum passes all ranks.
     shards = x.chunk(n)
     total = shards[me - 1] @ matrix  # the sum of rank me-1's shard starts here, and reaches that rank n-1 hops later
     for hop in range(1, n):
