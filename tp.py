@@ -1,35 +1,46 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
-Saves: a rank has 1/t of pairs of matrices (of wk and wv no less than a head), of embedding and head, their gradients
-       and optimizer state, and of activations inside a pair; with sequence parallelism also of those between pairs.
-Costs: per layer (two pairs), forward and backward: 4 all-reduces of T H elements. With sequence parallelism instead 4
-       all-gathers and 4 reduce-scatters (as many bytes), and 2 more all-gathers of X, of which a shard is saved (in a
-       split backward also 2 of dZ); and norms see T/t tokens each, so their gradients are summed (zero.py). The
-       embedding needs a g, the head an f (below), the loss 3 numbers a token.
-Stops helping when: ranks are not on one fast network, since every layer waits for it; or R/t, C/t are small.
-
-Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T: up and down projection of a feed-forward layer; queries, keys,
-values and the output projection of attention. A is sharded by rows, its output features ("column parallel": columns of
-A^T), B by columns, its input features ("row parallel"). A pair needs an exchange before it, f, and one after it, g:
+Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T. On t = 2 ranks:
 
     rank 0    X ─ f ─► S_0 = X A_0^T ─ act ─► Y_0 ──► Y_0 B_0^T ─┐
                                                                  ├─ g ─► Z = Y_0 B_0^T + Y_1 B_1^T
     rank 1    X ─ f ─► S_1 = X A_1^T ─ act ─► Y_1 ──► Y_1 B_1^T ─┘
 
+A pair is the up and down projection of a feed-forward layer, or the projections to queries, keys and
+values with the output projection of attention. A is sharded by rows, its output features ("column
+parallel": they are columns of A^T). B is sharded by columns, its input features ("row parallel"). act
+needs no exchange, since it treats channels or heads apart. A pair has one exchange before it, f, and one
+after it, g:
+
                                   f forward         f backward           g forward           g backward
     tensor parallelism            -                 all-reduce dX        all-reduce Z        -
     and sequence parallelism      all-gather X      reduce-scatter dX    reduce-scatter Z    all-gather dZ
 
-With sequence parallelism a rank has T/t tokens of X and Z, as norms and residuals treat each token alone. It saves its
-shard of X and gathers X once more in backward, where a column parallel layer hides both exchanges under matmuls:
+With sequence parallelism, a rank has 1/t of the tokens of X and Z, because norms and residuals treat each
+token by itself. It saves its shard of X, and gathers X again in backward. A column parallel layer hides both
+exchanges of its backward under its matmuls:
 
     network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
     compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
 
-Asynchronous (--sp async): a linear layer's exchange that no other matmul hides has steps, under shards of its matmul.
-Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism; their g is f, g bar is g); Wang et al. 2023.
-Shapes: t ranks, T tokens of a micro-batch (flat), H hidden, V vocabulary, R rows or C columns of a whole weight.
-[T/t, H] is [T, H] without sequence parallelism.
+Asynchronous tensor parallelism (--sp async) hides the other exchanges, too. It splits an exchange into t
+steps, each under the matmul of one shard of the layer.
+
+Shapes: T tokens of a micro-batch (flat), H hidden, V vocabulary. A whole A has R rows, and a whole B has
+C columns. [T/t, H] is what a rank has between layers; without sequence parallelism it is [T, H].
+
+Saves: A rank stores 1/t of the matrices of each pair (at least one head of wk and wv), of the embedding
+       and of the head; of their gradients and optimizer state; and of activations inside a pair. With
+       sequence parallelism also of activations between pairs.
+Costs: A layer has two pairs: 4 all-reduces of T H elements in forward and backward. With sequence
+       parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes. 2 more all-gathers fetch X
+       in backward, and 2 more fetch dZ if backward is split.
+       With sequence parallelism norms see T/t tokens, so their gradients are summed over ranks (zero.py).
+       The embedding needs a g, the head an f, and the loss 3 numbers per token.
+Stops helping when: ranks are not on one fast network, since every layer waits for it; or R/t, C/t are small.
+
+Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism: their g is f, their g bar is
+g); Wang et al. 2023 (asynchronous).
 """
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -73,10 +84,11 @@ MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a p
 
 
 class TensorParallel(NamedTuple):
-    """Which exchanges layers make (their weights are sharded already). Functions take it as `tp`; no group: none.
+    """Which exchanges layers make. Functions take it as `tp`.
 
-    sequence: sequence parallelism; between layers each rank has T/t contiguous tokens, in rank order.
-    async_tp: asynchronous tensor parallelism; needs `sequence`; not with FP8.
+    group: by default one rank, which exchanges nothing. The weights' shards follow from their Specs.
+    sequence: sequence parallelism. Between layers each rank has T/t contiguous tokens, in rank order.
+    async_tp: asynchronous tensor parallelism. It needs `sequence`, and does not work with FP8.
     """
     group: Group = ALONE
     sequence: bool = False
@@ -296,7 +308,7 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
                 loss_grad: Tensor | None = None) -> Tensor:
-        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy alone
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy
         vocab_size = self.weight.spec.shape[0]
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
             from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
@@ -411,7 +423,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     shards, products = gathered.chunk(n), product.chunk(n)
     shards[me].copy_(x)
     for hop in range(n):
-        owner = (me - hop) % n  # whose shard is here; the next shard is that of the rank before
+        owner = (me - hop) % n  # whose shard is here; next comes the shard of the rank before it
         pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(x)
         torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
         pending.wait()
