@@ -77,7 +77,7 @@ from gradients import (
     start_weight_grad,
 )
 from operations import uses_kernels
-from param import IGNORED, Spec, acc_dtype, check_labels, parameter, shard_slice
+from param import IGNORED, Spec, acc_dtype, check_labels, draw, local_box, parameter, shard_slice
 from recompute import is_recomputing
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
@@ -452,20 +452,42 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
 # ---- demo: python tp.py ---------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
-    t, T, H, make = group.size, 64, 32, partial(parameter, groups={"tp": group}, dtype=torch.float32)
-    up = ColumnParallelLinear(make, Spec("up", (4 * H, H), {"tp": 0}))
-    down = RowParallelLinear(make, Spec("down", (H, 4 * H), {"tp": 1}))
+    """Run a pair of matrices in three ways, count what each sends, and compare with whole matrices on one rank."""
+    t, H = group.size, 32
+    T = 64 // t * t
+    A = Spec("A", (4 * H, H), {"tp": 0}, std=0.2)
+    B = Spec("B", (H, 4 * H), {"tp": 1}, std=0.2)
+    make = partial(parameter, groups={"tp": group}, dtype=torch.float64)
+    up, down = ColumnParallelLinear(make, A), RowParallelLinear(make, B)
     for weight in (*up.parameters(), *down.parameters()):
-        weight.data = torch.randn(weight.shape) / 6
+        weight.data = draw(0)(weight.spec, weight.box).double()
+    x, dz = torch.randn(2, T, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    whole_a, whole_b = (draw(0)(spec, local_box(spec, {})).double() for spec in (A, B))
+    whole_x = x.clone().requires_grad_()
+    whole_z = torch.tanh(whole_x @ whole_a.t()) @ whole_b.t()
+    whole_z.backward(dz)
+    expected = torch.stack((whole_z.detach(), whole_x.grad))
+
+    if group.rank == 0:
+        print(f"Matrices A {A.shape} and B {B.shape} on t = {t} ranks; T = {T} tokens, H = {H}\n")
+    error = torch.zeros((), dtype=torch.float64)
     for title, tp in {"tensor parallelism": TensorParallel(group),
                       "and sequence parallelism": TensorParallel(group, sequence=True),
                       "asynchronous": TensorParallel(group, sequence=True, async_tp=True)}.items():
         sent.clear()
-        x = torch.randn(T // t if tp.sequence else T, H, requires_grad=True)
-        down(torch.tanh(up(x, tp)), tp).sum().backward()
-        units = round(sent[group.axis] * t / max(t - 1, 1) / x.new_empty(T, H).nbytes)
+        own = shard_slice(T, t, group.rank) if tp.sequence else slice(T)
+        own_x = x[own].clone().requires_grad_()
+        z = down(torch.tanh(up(own_x, tp)), tp)
+        z.backward(dz[own])
+        difference = torch.stack((z.detach(), own_x.grad)) - expected[:, own]
+        error = torch.maximum(error, difference.abs().max() / expected.abs().max())
+        units = round(sent[group.axis] * t / max(t - 1, 1) / x.nbytes)
         if group.rank == 0:
-            print(f"{title:24s}   {len(x)} tokens between pairs   sent: {units} x (t-1)/t of T H")
+            print(f"    {title:24s}   {len(own_x)} tokens between pairs   sent: {units} x (t-1)/t of T H")
+    all_reduce(error, group, MAX)
+    if group.rank == 0:
+        print(f"\nZ and dX are what one rank with whole matrices computes. Relative difference: {error:.0e}")
 
 
 if __name__ == "__main__":
