@@ -15,8 +15,9 @@ LINEAR, INPUT = 2 * 256 * 128 * 128, 256 * 128 * 4  # recompute.py: FLOPs of a m
 P = 12 * 256**2  # zero.py: weights of 2 bytes, gradients of 4, optimizer state of 12
 SHOWN = [  # file, ranks, what some line has
     ("cp", 1, ["contiguous: [3, 7, 11, 15] blocks", "zig-zag: [9, 9, 9, 9] blocks"]),  # of 36
-    ("tp", 2, ["64 tokens between pairs   sent: 4 x", "32 tokens between pairs   sent: 5 x"]),  # X is gathered again
-    ("tp", 1, ["sent: 0 x"]),
+    ("tp", 2, ["64 tokens between pairs   sent: 4 x", "32 tokens between pairs   sent: 5 x",
+               "Relative difference: "]),  # 5: backward gathers X again
+    ("tp", 1, ["sent: 0 x", "Relative difference: "]),
     ("pp", 1, ["afab: a rank is idle for 9 of 27 units", "1f1b: a rank is idle for 9 of 27 units",
                "zb-h1: a rank is idle for 3 of 21 units"]),  # 3 (p - 1) of 3 (m + p - 1), and a third of it
     ("ep", 2, ["rank 0 has tokens a b c    copies that it sends to each rank: [2, 2]",  # the figure of ep.py
