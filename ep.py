@@ -89,6 +89,9 @@ class Copies(NamedTuple):
         c:  0  -     c:  4  5
                                        by_token    0  2 | 3 | 1     a's copies are 0 and 2, b's is 3, c's is 1
                                        starts      0      2   3     where each token begins in by_token
+
+    `to_experts` is made in the same way, from a table [M, k] of the experts of each token that has
+    arrived. Its copies are the rows of this rank's experts.
     """
     cells: Tensor  # [C], the table's cell that asks for each copy
     width: int  # w
@@ -115,10 +118,12 @@ def sort_copies(table: Tensor, count: int, C: int) -> Copies:
     A cell is a destination from 0 to count - 1, or another number that asks for no copy. C is the
     number of copies. The caller passes it in because counting here would make the host wait.
     """
-    is_copy, w = (table >= 0) & (table < count), table.shape[1]
+    w = table.shape[1]
+    is_copy = (table >= 0) & (table < count)
     cells = table.where(is_copy, count).flatten().argsort(stable=True)  # cells that ask for no copy come last
     cells = cells[:C].clone()  # a view would keep all N w alive
-    by_token, per_token = (cells // w).argsort(stable=True), is_copy.sum(1)
+    by_token = (cells // w).argsort(stable=True)
+    per_token = is_copy.sum(1)
     return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
 
 
@@ -145,11 +150,12 @@ class Route(NamedTuple):
 
 def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
     """Decide where tokens go. chosen: [T, k], their experts. load: [E], how many tokens chose each expert."""
-    (T, k), n, e = chosen.shape, group.size, len(load) // group.size
+    T, k = chosen.shape
+    n, e = group.size, len(load) // group.size  # expert i is on rank i // e
 
     # 1. Count what each rank gets. A token that chose several experts of a rank is one copy and
     #    several rows.
-    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)  # rank i has e i to e i + e - 1
+    is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)
     counts = torch.cat((is_sent.sum(0)[:, None], load.view(n, e)), 1)
 
     # 2. Tell the other ranks. Now each rank knows the sizes of all that it sends and receives.
@@ -174,14 +180,15 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
     """Return (copies sent to each rank, copies received from each rank, rows of each of this rank's experts).
 
-    counts: [n, 1 + e]. For each rank, the copies that it is sent, then the rows of its e experts. They
-    are of T tokens with k experts each. run/dryrun.py replaces this function.
+    counts: [n, 1 + e]. For each rank, how many copies this rank sends to it, and how many rows they are
+    for each of its e experts. T and k: this rank has T tokens, which chose k experts each.
+    run/dryrun.py replaces this function.
     """
-    counts_received, n = torch.empty_like(counts), group.size
-    all_to_all(counts_received, counts, [1] * n, [1] * n, group)
+    n, from_ranks = group.size, torch.empty_like(counts)
+    all_to_all(from_ranks, counts, [1] * n, [1] * n, group)
     # The host waits for the device here, and nowhere else in a layer.
-    counts_sent, counts_received = torch.stack((counts, counts_received)).mT.tolist()
-    sent, *rows_sent = counts_sent  # n numbers, and n numbers for each of e experts
+    counts_sent, counts_received = torch.stack((counts, from_ranks)).mT.tolist()
+    sent, *rows_sent = counts_sent  # a number per rank, then for each of e experts a number per rank
     received, *rows_received = counts_received
     assert sum(map(sum, rows_sent)) == T * k, "a choice of an expert was not counted, or counted twice"
     return sent, received, [sum(of_expert) for of_expert in rows_received]
@@ -191,11 +198,11 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
 # Dispatch copies tokens, and combine sums results. Each is the backward of the other. The gradient of a
 # copied token is the sum of its copies' gradients, and every term of a sum gets the sum's gradient:
 #
-#     dispatch, forward     tokens  ─► permute ─► all-to-all ─► permute ─►  rows of experts
+#     dispatch, forward     tokens   ─► permute by rank ─► all-to-all ─► permute by expert ─►  rows of experts
 #     combine, backward     the same, of gradients of results
 #
-#     combine, forward      results  ◄─ unpermute ◄─ all-to-all ◄─ unpermute ◄─  results of experts
-#     dispatch, backward    the same, of gradients of tokens
+#     combine, forward      results  ◄──── unpermute ◄──── all-to-all ◄───── unpermute ◄─────  results of experts
+#     dispatch, backward    the same, of gradients of rows
 
 class Dispatch:
     """Permute by rank, all-to-all, permute by expert. The all-to-all is in flight until `wait`."""
@@ -229,8 +236,11 @@ class Permute(Function):
 
 
 class GatesOfRows(Function):
-    """Pick the gate of each row: [M, k] -> [R]. The table of experts asks for row i in cell i, and the
-    table of gates has its gate in the same cell."""
+    """Pick the gate of each row: [M, k] -> [R].
+
+    A row comes from a cell of the table of experts [M, k], and its gate is in the same cell of the table
+    of gates. No cell asks for two rows, so that backward has nothing to sum.
+    """
 
     @staticmethod
     def forward(ctx, gates, to_experts):
