@@ -352,7 +352,7 @@ def test_separators_are_those_that_published_tokenizers_put_first(tmp_path, name
 
 def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     path, other = (tokenizer_of(tmp_path / name, *words) for name, words in (
-        ("tokenizer.json", ["<s>", "?"]), ("other.json", ["a", "?"])))
+        ("tokenizer.json", ["<s>", "?", *data.CHATML_MARKERS]), ("other.json", ["a", "?"])))
     good, bad, asked, out = (tmp_path / name for name in ("good.txt", "bad.txt", "asked.jsonl", "out/tokens.bin"))
     good.write_text("a")
     bad.write_bytes(b"ab\xff\xfe")

@@ -1,8 +1,8 @@
 """All pairs: grids in which every two features of training meet, as most bugs of combinations need no third.
 
 FEATURES names what a run may have, and IMPOSSIBLE which two never meet; tests/test_grids.py shows that the command line
-refuses those. data/pairs.txt has few small grids, which `python tests/help/pairs.py` has chosen: a schedule or a style of
-one's own is in none of them before it is named here.
+refuses those. data/pairs.txt has few small grids, which `python tests/help/pairs.py` has chosen: a schedule or a style
+of one's own is in none of them before it is named here.
 """
 import random
 from itertools import combinations
