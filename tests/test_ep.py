@@ -65,13 +65,7 @@ def on_ranks(kind: str) -> dict:
     layer, mine = make_layer(KINDS[kind], grids.everyone()), shard_slice(B, dist.get_world_size(), dist.get_rank())
     x = inputs()[mine].flatten(0, 1).requires_grad_()
     number = torch.arange(B).repeat_interleave(S)[mine.start * S:mine.stop * S]
-    def receives(out, *_, async_op=False):
-        return weakref.ref(out) if async_op else None
-
-    with in_order((ep, "all_to_all", receives)) as buffers:
-        y = run_layer(layer, x, number)
-    assert len(buffers) == (2 if dist.get_world_size() > 1 else 0)
-    assert not any(kept() is not None for kept in buffers), "experts keep their rows, and need not what has arrived"
+    y = run_layer(layer, x, number)
     (y * y.detach().cos()).sum().backward()
     y = y.detach()
     assert not layer.router.loss.requires_grad, "or a step's graphs would live until its end"
@@ -204,6 +198,25 @@ def test_shared_experts_compute_while_tokens_travel(pool):
         forward, backward = " ".join(seen).split(" backward ")
         assert forward == "router sent shared received experts"
         assert backward == "experts sent shared received router"
+
+
+def kept_after_dispatch() -> list[bool]:
+    """Of tokens and gates, whether the buffer in which they arrived is kept once rows have been made from it."""
+    def receives(out: torch.Tensor, *_, async_op: bool = False):
+        return weakref.ref(out) if async_op else None
+
+    chosen = torch.rand(6, 4).topk(2).indices
+    route = ep.make_route(chosen, torch.bincount(chosen.flatten(), minlength=4), grids.everyone())
+    with in_order((ep, "all_to_all", receives)) as buffers:
+        dispatched = route.dispatch(torch.randn(6, 3, requires_grad=True), torch.rand(6, 2, requires_grad=True))
+        results = dispatched.wait()
+    assert all(result.requires_grad for result in results)
+    return [buffer() is not None for buffer in buffers]
+
+
+def test_what_has_arrived_is_kept_by_nobody_once_experts_have_their_rows(pool):
+    """Neither by the graph nor by the objects of the dispatch, which the layer keeps while experts compute."""
+    assert pool.run(2, "test_ep:kept_after_dispatch") == [[False, False]] * 2
 
 
 def test_a_route_keeps_what_it_has_and_not_the_table_that_it_is_sorted_in():
