@@ -46,9 +46,10 @@ from torch.autograd import Function
 
 from collectives import ALONE, AllToAll__AllToAll, Group, Pending, all_gather, done, reduce_scatter, shift, to_device
 from config import padded_length
-from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, uses_kernels
+from operations import CAUSAL, MATH, AttentionKernel, Mask, uses_kernels
 from param import IGNORED, acc_dtype
 from recompute import Checkpoint
+from sdpa import SDPA
 
 # ---- which tokens a rank has ----------------------------------------------------------------------------------------
 

@@ -38,7 +38,8 @@ from torch.autograd import Function
 
 from collectives import run_demo
 from kernels import KernelError, failed, launch
-from operations import CAUSAL, Mask, attention_sdpa, sdpa_backward, sdpa_forward
+from operations import CAUSAL, Mask
+from sdpa import attention_sdpa, sdpa_backward, sdpa_forward
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e)
 

@@ -3,8 +3,8 @@
 Each is written here in plain torch, which reads and writes memory many times for few FLOPs. Fused kernels replace it:
 
     RMSNorm, SwiGLU, rotary embedding    kernels.py on a GPU; plain torch on a CPU and in fp64 (see `try_kernel`)
-    attention                            by --attention (see cp.choose_attention): "math" is plain torch, "sdpa" torch's
-                                         fused kernels, "triton" flash.py; "auto" is sdpa or triton, by mask and device
+    attention                            sdpa.py (torch's kernels) or flash.py (in Triton), by --attention, mask and
+                                         device: see cp.choose_attention. --attention math: plain torch, as here
 
 Rotary angles and the statistics of norms and softmax are in the accumulation dtype, which is at least fp32.
 
@@ -13,17 +13,15 @@ sliding windows: Beltagy et al. 2020, as in Mistral: Jiang et al. 2023.
 Shapes: B batch, S sequence, T = B S, N query heads, K key and value heads, D head width, F ffn, rows x columns scores.
 """
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from functools import cache
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from config import Model, need
+from config import Model
 from gradients import accumulate_grad
 from param import Spec, acc_dtype
 
@@ -332,100 +330,3 @@ def math_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
 
 MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores=True,
                        kinds_as_tensor=("causal", "general"))
-
-
-# ---- torch's fused attention ----------------------------------------------------------------------------------------
-
-# Fastest first, on Hopper. The last one is not fused and saves the scores: only where no other runs.
-SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CUDNN_WIDTH = 128  # of the widest heads that cuDNN gets. For wider ones, such as 192, torch may refuse its backward
-
-
-@cache
-def set_sdpa_order() -> AbstractContextManager:
-    """Let torch take the first of SDPA_ORDER that runs, for as long as this process lives: to enter and leave the
-    context at each call would take 25 of its 32 us. Returned, and so kept, because a context that is freed is left."""
-    context = sdpa_kernel(SDPA_ORDER, set_priority=True)
-    context.__enter__()
-    return context
-
-
-def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
-    """Say before a call on a GPU which kernels torch may choose for heads of this width: all of SDPA_ORDER, but cuDNN
-    neither for wide heads nor with a mask tensor. Its backward then returns NaN for some lengths (pytorch#196678)."""
-    set_sdpa_order()
-    torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
-
-
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    kind = mask.kind(q.shape[2], k.shape[2])
-    visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
-    if q.is_cuda:
-        choose_sdpa_kernels(q.shape[-1], visible is not None)
-    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # no fused kernel takes fewer key heads with these
-        k, v = repeat_kv_heads(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
-                                          enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
-
-
-def check_heads(q: Tensor, k: Tensor) -> None:
-    """torch's block kernel for CPUs reads beyond the key heads if they are too few."""
-    need(q.shape[1] % k.shape[1] == 0, f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
-
-
-def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    check_heads(q, k)
-    kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda:
-        return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
-    bias = additive_mask(q, k, mask) if kind == "general" else None
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias)
-    if bias is not None:  # this kernel gives rows that see nothing another logsumexp
-        lse = lse.masked_fill(bias.isneginf().all(-1), -torch.inf)
-    return o, lse
-
-
-def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                  mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    check_heads(q, k)
-    kind = mask.kind(q.shape[2], k.shape[2])
-    if q.is_cuda:
-        return (gpu_backward if has_gpu_kernel(q, kind) else math_backward)(do, q, k, v, o, lse, mask)
-    bias = additive_mask(q, k, mask) if kind == "general" else None
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, dropout_p=0.0, is_causal=kind == "causal", attn_mask=bias)
-
-
-def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    visible = mask.visible(q.shape[2], k.shape[2], q.device)
-    return torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
-
-
-def has_gpu_kernel(q: Tensor, kind: str) -> bool:
-    """Whether a block can have one of torch's kernels for GPUs: these take no mask but is_causal, and 16 bits alone."""
-    return kind != "general" and q.itemsize <= 2
-
-
-def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """By cuDNN, which makes a plan for each new shape, and for wider heads by FlashAttention."""
-    is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
-    if q.shape[-1] > CUDNN_WIDTH:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=is_causal)[:2]
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal)
-    return o, lse.view(q.shape[:3])  # from [B, N, rows, 1]
-
-
-def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                 mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Unless torch.use_deterministic_algorithms is on, sums are in no fixed order."""
-    seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
-    options = dict(cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=0.0,
-                   is_causal=mask.kind(q.shape[2], k.shape[2]) == "causal", philox_seed=seed, philox_offset=seed)
-    if q.shape[-1] > CUDNN_WIDTH:
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(do, q, k, v, o, lse, **options)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), attn_bias=None, **options)
-
-
-SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_tensor=("general",))

@@ -29,6 +29,7 @@ from bench.rows import Row, Worker, first_line, relative_error
 from operations import Mask, rotate_and_split
 from param import IGNORED, acc_dtype
 from plan.printing import table
+from sdpa import attention_sdpa
 from tp import cross_entropy
 
 USAGE = "python -m bench check [--preset NAME]"
@@ -70,7 +71,7 @@ def cases(model: config.Model, T: int = TOKENS) -> dict[str, tuple[Callable, Cal
         lambda x, w: cross_entropy(x / width ** 0.5 @ w.t(), labels, z_loss=0.01), [(T, width), (V, width)])
     for name, mask in dict(causal=Mask(), window=Mask(window=T // 3), documents=Mask(documents=documents)).items():
         out[f"attention, {name}"] = (partial(flash.flash_attention, mask=mask), partial(
-            operations.attention_sdpa, mask=mask), [(1, N, T, D), (1, K, T, D), (1, K, T, D)])
+            attention_sdpa, mask=mask), [(1, N, T, D), (1, K, T, D), (1, K, T, D)])
     return out
 
 

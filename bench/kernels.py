@@ -28,6 +28,7 @@ from bench.rows import Rate, Result, compare, measure_seconds
 from config import FP8_RECIPES
 from gradients import accumulate_product
 from param import Spec, parameter
+from sdpa import attention_sdpa, gpu_backward, gpu_forward
 from tp import Column, Matmul, TensorParallel
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
@@ -115,7 +116,7 @@ def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int, do
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return operations.attention_sdpa(q, k, v, mask(q))
+        return attention_sdpa(q, k, v, mask(q))
 
     def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor | tuple[Tensor, ...]:
         qkv = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -143,7 +144,7 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
                           D: int = 128) -> Result:
     """Context parallelism: a rank's queries and an earlier chunk of keys, "forward" or "backward". See cp.py."""
     mask = operations.Mask(causal=False)
-    kernels = {"cuDNN": (operations.gpu_forward, operations.gpu_backward),  # torch's choice for such heads
+    kernels = {"cuDNN": (gpu_forward, gpu_backward),  # torch's choice for such heads
                "flash.py": (flash.flash_forward, flash.flash_backward)}
 
     def make(rows: int, columns: int) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ import config
 import ep
 import fp8
 import operations
+import sdpa
 from bench.rows import first_line, measure_seconds, relative_error
 from config import FP8_RECIPES
 from gradients import accumulate_product
@@ -119,7 +120,7 @@ def sdpa_choice(N: int, K: int, D: int, has_mask: bool = False, S: int = 4096) -
     if has_mask:
         mask = torch.ones(S, S, dtype=torch.bool, device=DEVICE).tril()
         k, v = operations.repeat_kv_heads(q, k, v)
-    operations.choose_sdpa_kernels(D, has_mask)
+    sdpa.choose_sdpa_kernels(D, has_mask)
     choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, not has_mask, enable_gqa=q.shape[1] > k.shape[1])
     return SDPBackend(choice).name
 
@@ -130,7 +131,7 @@ def attention_errors(D: int, window: int = 0, S: int = 512) -> str:
     q, k, v = (normal(1, 4, S, D).requires_grad_() for _ in range(3))
     exact, do = [x.detach().double().requires_grad_() for x in (q, k, v)], normal(1, 4, S, D)
     right = torch.autograd.grad(operations.attention_math(*exact, mask), exact, do.double())
-    found = torch.autograd.grad(operations.attention_sdpa(q, k, v, mask), (q, k, v), do)
+    found = torch.autograd.grad(sdpa.attention_sdpa(q, k, v, mask), (q, k, v), do)
     return in_e_notation([relative_error(*pair) for pair in zip(found, right)])
 
 

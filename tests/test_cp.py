@@ -18,18 +18,19 @@ from watch import Watch, in_order, noted, waits
 import collectives
 import config
 import cp
-import operations
 import rules
+import sdpa
 import train
 from collectives import ALONE
 from config import CP_STYLES, padded_length
 from cp import STYLES, context_parallel
 from groups import build_groups
-from operations import CAUSAL, MATH, SDPA, AttentionKernel, Mask, gpu_backward, gpu_forward
+from operations import CAUSAL, MATH, AttentionKernel, Mask
 from param import acc_dtype
 from run import device
 from run.data import MicroBatch
 from run.meter import Meter
+from sdpa import SDPA, gpu_backward, gpu_forward
 from test_tp import normal
 
 B, N, K, S, D = 2, 24, 6, 48, 10  # 6 kv heads: fewer than 8 ranks, and no multiple of 4
@@ -443,7 +444,7 @@ def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D,
         assert called == 2 * [f"_scaled_dot_product_{kernel}_attention",
                               f"_scaled_dot_product_{kernel}_attention_backward"]
         for direction in ("forward", "backward"):
-            monkeypatch.setattr(operations, f"math_{direction}", lambda *args: called.append("math"))
+            monkeypatch.setattr(sdpa, f"math_{direction}", lambda *args: called.append("math"))
         SDPA.forward(q, k, v, Mask(window=3))
         SDPA.backward(do, q.float(), k.float(), v.float(), o, lse, CAUSAL)
     assert called[4:] == ["math", "math"]  # what neither operator takes

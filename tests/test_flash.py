@@ -6,7 +6,8 @@ from exact import DEVICE, close, compare, dense_attention, gpu, is_refused, leav
 import flash
 from cp import choose_attention
 from flash import Tiles, flash_attention, flash_backward, flash_forward
-from operations import CAUSAL, Mask, attention_sdpa
+from operations import CAUSAL, Mask
+from sdpa import attention_sdpa
 from test_cp import BLOCK_STYLES, by_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter at log2(0) = -inf

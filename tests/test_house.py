@@ -50,6 +50,7 @@ pp
 ep
 fp8
 flash
+sdpa
 operations
 kernels
 recompute
@@ -75,13 +76,13 @@ plan.printing
 schedules
 bench.__init__ learn.__init__ plan.__init__ run.__init__
 """
-SHARED = {"collectives", "schedules", "param", "gradients", "operations", "recompute", "kernels", "flash",
+SHARED = {"collectives", "schedules", "param", "gradients", "operations", "recompute", "kernels", "flash", "sdpa",
           "config", "update"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
               "ep": set(), "fp8": set()}
 # Files of the root without a demo yet. train.py is the demo of all of them.
 WITHOUT_DEMO = {"collectives", "config", "gradients", "groups", "kernels", "operations", "param", "rules", "schedules",
-                "train", "update"}
+                "sdpa", "train", "update"}
 
 
 @cache

@@ -1,5 +1,4 @@
 """A model that computes with kernels, as on GPUs but interpreted, has the loss and gradients of one without."""
-import gc
 import importlib
 import inspect
 from functools import partial
@@ -10,8 +9,6 @@ import grids
 import pytest
 import torch
 from program import ROOT
-from torch._subclasses import FakeTensorMode
-from torch.nn.attention import SDPBackend
 
 import config
 import cp
@@ -142,73 +139,6 @@ def test_norms_rotations_and_losses_in_bf16_are_rounded_once():
     want = torch.nn.functional.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
     check(*(torch.autograd.grad(3 * result, of)[0] for result, of in ((loss, logits), (want, exact))))
-
-
-@pytest.mark.parametrize("dtype, kv_heads", [(torch.bfloat16, 2), (torch.float32, 8)])
-def test_grouped_queries_on_a_gpu_have_a_fused_kernel_in_every_type(monkeypatch, dtype, kv_heads):
-    """In fp32 none takes fewer key than query heads: torch would save the scores. By fake tensors of a GPU."""
-    given = []
-
-    def attend(q, k, v, visible, *, is_causal, enable_gqa):
-        given.append((k.shape[1], v.shape[1], enable_gqa))
-        return q
-
-    monkeypatch.setattr(operations.F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(operations, "set_sdpa_order", lambda: None)
-    with FakeTensorMode():
-        q, k, v = (torch.empty(1, heads, 16, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
-        operations.attention_sdpa(q, k, v, Mask())
-    assert given == [(kv_heads, kv_heads, kv_heads < 8)]
-
-
-@pytest.fixture
-def sdpa_kernels(monkeypatch):
-    """Of every call of torch's attention, which here computes nothing, the kernels that torch may choose, in order."""
-    given = []
-
-    def attend(q, k, v, visible, **_):
-        on = dict(zip([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                       SDPBackend.MATH], [cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(),
-                                          cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]))
-        given.append([kernel for kernel in map(SDPBackend, torch._C._get_sdp_priority_order()[:4]) if on[kernel]])
-        return q
-
-    cuda = torch.backends.cuda
-    monkeypatch.setattr(operations.F, "scaled_dot_product_attention", attend)
-    try:
-        yield given
-    finally:
-        operations.set_sdpa_order().__exit__(None, None, None)
-        operations.set_sdpa_order.cache_clear()
-
-
-def test_cudnn_gets_neither_wide_heads_nor_masks_and_gets_all_others_also_after_those(sdpa_kernels):
-    """Wide heads: those of latent attention, whose values are padded to the width of keys. By fake tensors of a GPU."""
-    wanted, all_kernels = [], operations.SDPA_ORDER
-    with FakeTensorMode():
-        documents = (torch.zeros(1, 16, device="cuda"),) * 2
-        masks = {"causal": Mask(), "unmasked": Mask(causal=False), "window": Mask(window=4), "cached": Mask(offset=3),
-                 "documents": Mask(documents=documents, tensor=torch.ones(1, 1, 16, 16, device="cuda").bool())}
-        for width in (64, 192, 128, 136, 256, 80):
-            for name, mask in masks.items():
-                q, k, v = (torch.empty(1, 4, 16, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-                operations.attention_sdpa(q, k, v, mask)
-                cudnn = width <= 128 and name in ("causal", "unmasked")
-                wanted.append(all_kernels if cudnn else all_kernels[1:])
-    assert all_kernels[0] == SDPBackend.CUDNN_ATTENTION and sdpa_kernels == wanted
-
-
-def test_torchs_order_of_attention_kernels_is_set_once_and_stays():
-    before = torch._C._get_sdp_priority_order()
-    context = operations.set_sdpa_order()
-    try:
-        assert operations.set_sdpa_order() is context
-        gc.collect()
-        assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in operations.SDPA_ORDER] != before[:4]
-    finally:
-        context.__exit__(None, None, None)
-        operations.set_sdpa_order.cache_clear()
-    assert torch._C._get_sdp_priority_order() == before
 
 
 # ---- functions with several results ---------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from sharding import Unit
 import config
 import ep
 import latent
-import operations
 import rules
+import sdpa
 import train
 from groups import members_of_axes
+from operations import CAUSAL
 from param import Spec, parameter
 from run import dryrun
 from zero import Optimizer
@@ -44,8 +45,8 @@ def latents(**model) -> latent.LatentAttention:
 def attention(kv_heads: int, back: bool = False) -> tuple:
     q, kv = torch.zeros(1, 4, 6, 8), torch.zeros(1, kv_heads, 6, 8)
     if back:
-        return operations.sdpa_backward(q, q, kv, kv, q, q[..., 0], operations.CAUSAL)
-    return operations.sdpa_forward(q, kv, kv, operations.CAUSAL)
+        return sdpa.sdpa_backward(q, q, kv, kv, q, q[..., 0], CAUSAL)
+    return sdpa.sdpa_forward(q, kv, kv, CAUSAL)
 
 
 def rate(lr_schedule: str) -> float:

@@ -1,0 +1,150 @@
+"""Torch's attention kernels, for whole sequences and for the blocks of context parallelism.
+
+`F.scaled_dot_product_attention` has several kernels, which torch calls backends. A fused kernel
+never writes the scores [rows, columns] to memory. "math" is not fused: it saves them for backward.
+What we give each kernel:
+
+    kernel      device   dtypes          mask                         D         key and value heads
+    cuDNN       GPU      16 bits         none, or is_causal           to 128    K
+    flash       GPU      16 bits         none, or is_causal           to 256    K
+    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any       N: each is repeated
+    math        GPU      any             none, is_causal, or tensor   any       N: each is repeated
+    flash       CPU      any             none, is_causal, or tensor   any       K
+
+A mask is "is_causal" if queries and keys are the same tokens and only later keys are hidden.
+Documents, windows and cached keys need a tensor (`Mask.kind` in operations.py), and then attention
+of whole sequences repeats key and value heads on CPUs, too.
+
+Whole sequences (`attention_sdpa`): we set an order, and torch takes the first kernel that accepts
+the call. cuDNN is first because it is the fastest on Hopper, and math is last because of its
+scores. Torch's cuDNN also takes tensors and some wider heads. We disable it there, because its
+backward may return NaN for the first and may be refused for the second.
+
+Blocks (`sdpa_forward`, `sdpa_backward`): cp.py merges the results of several blocks of keys, so it
+needs the logsumexp of each row, and backward must take the merged one. The public function offers
+neither, so we call the private operator of one kernel: cuDNN to D = 128, flash for wider heads, and
+on CPUs the CPU's. Where a GPU would need a mask tensor, or for fp32 and fp64, a block is computed
+by math_forward and math_backward of operations.py.
+
+Who decides: cp.choose_attention picks one AttentionKernel for each window of a model: SDPA (here),
+MATH (operations.py) or Triton's (flash.py). flash.py uses this file where its kernels do not run.
+
+Dao et al. 2022 (flash); Rabe & Staats 2021 (efficient).
+Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys.
+"""
+from contextlib import AbstractContextManager
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from config import need
+from operations import AttentionKernel, Mask, math_backward, math_forward, repeat_kv_heads
+
+# ---- which kernel torch takes ---------------------------------------------------------------------------------------
+
+# The fastest on Hopper first.
+SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_WIDTH = 128  # the widest heads that we give cuDNN: for wider ones, such as 192, torch may refuse its backward
+
+
+@cache
+def set_sdpa_order() -> AbstractContextManager:
+    """Let torch take the first kernel of SDPA_ORDER that runs, until this process ends.
+
+    Entering and leaving the context at each call would take 25 of the call's 32 us. `cache` keeps the context alive,
+    because Python leaves a context that it frees.
+    """
+    context = sdpa_kernel(SDPA_ORDER, set_priority=True)
+    context.__enter__()
+    return context
+
+
+def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
+    """Set, before a call on a GPU, which kernels torch may choose: all of SDPA_ORDER, except cuDNN for wide heads and
+    with a mask tensor. With a mask its backward returns NaN for some lengths (pytorch#196678)."""
+    set_sdpa_order()
+    torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
+
+
+# ---- attention of whole sequences -----------------------------------------------------------------------------------
+
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attend to all keys. Saves no scores, unless torch has to take its kernel "math"."""
+    kind = mask.kind(q.shape[2], k.shape[2])
+    visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
+    if q.is_cuda:
+        choose_sdpa_kernels(q.shape[-1], visible is not None)
+    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # then no fused kernel takes K < N
+        k, v = repeat_kv_heads(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
+                                          enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
+
+
+# ---- attention of one block of keys ---------------------------------------------------------------------------------
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    """Refuse a K that does not divide N: torch's kernel for CPUs would read beyond the last key head."""
+    need(q.shape[1] % k.shape[1] == 0, f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
+
+
+def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    check_heads(q, k)
+    kind = mask.kind(q.shape[2], k.shape[2])
+    if q.is_cuda:
+        return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
+    bias = additive_mask(q, k, mask) if kind == "general" else None
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias)
+    if bias is not None:  # for rows that see no key this kernel returns another logsumexp than -inf
+        lse = lse.masked_fill(bias.isneginf().all(-1), -torch.inf)
+    return o, lse
+
+
+def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                  mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    check_heads(q, k)
+    kind = mask.kind(q.shape[2], k.shape[2])
+    if q.is_cuda:
+        return (gpu_backward if has_gpu_kernel(q, kind) else math_backward)(do, q, k, v, o, lse, mask)
+    bias = additive_mask(q, k, mask) if kind == "general" else None
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, dropout_p=0.0, is_causal=kind == "causal", attn_mask=bias)
+
+
+def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+    """What is added to the scores: 0, or -inf where a query does not see a key."""
+    visible = mask.visible(q.shape[2], k.shape[2], q.device)
+    return torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
+
+
+def has_gpu_kernel(q: Tensor, kind: str) -> bool:
+    """Whether a kernel for GPUs computes a block. kind: of its mask, by Mask.kind."""
+    return kind != "general" and q.itemsize <= 2
+
+
+def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN, which makes a plan for each new shape, or for wider heads by FlashAttention."""
+    is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
+    if q.shape[-1] > CUDNN_WIDTH:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=is_causal)[:2]
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal)
+    return o, lse.view(q.shape[:3])  # from [B, N, rows, 1]
+
+
+def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                 mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gradients by the kernel that gpu_forward took. Their sums have no fixed order, unless
+    torch.use_deterministic_algorithms is on."""
+    seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
+    options = dict(cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=0.0,
+                   is_causal=mask.kind(q.shape[2], k.shape[2]) == "causal", philox_seed=seed, philox_offset=seed)
+    if q.shape[-1] > CUDNN_WIDTH:
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(do, q, k, v, o, lse, **options)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), attn_bias=None, **options)
+
+
+SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_tensor=("general",))
