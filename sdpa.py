@@ -7,8 +7,8 @@ What we give each kernel:
     kernel      device   dtypes          mask                         D         key and value heads
     cuDNN       GPU      16 bits         none, or is_causal           to 128    K
     flash       GPU      16 bits         none, or is_causal           to 256    K
-    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any       N: each is repeated
-    math        GPU      any             none, is_causal, or tensor   any       N: each is repeated
+    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any       N: we repeat each
+    math        GPU      any             none, is_causal, or tensor   any       N or K
     flash       CPU      any             none, is_causal, or tensor   any       K
 
 A mask is "is_causal" if queries and keys are the same tokens and only later keys are hidden.
@@ -28,10 +28,12 @@ by math_forward and math_backward of operations.py.
 
 Who decides: cp.choose_attention picks one AttentionKernel for each window of a model: SDPA (here),
 MATH (operations.py) or Triton's (flash.py). flash.py uses this file where its kernels do not run.
+`python sdpa.py` prints which kernels run on this machine.
 
 Dao et al. 2022 (flash); Rabe & Staats 2021 (efficient).
 Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys.
 """
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -39,7 +41,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from collectives import run_demo
 from config import need
 from operations import AttentionKernel, Mask, math_backward, math_forward, repeat_kv_heads
 
@@ -148,3 +152,45 @@ def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Te
 
 
 SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_tensor=("general",))
+
+
+# ---- demo: python sdpa.py -------------------------------------------------------------------------------------------
+
+class CalledKernels(TorchDispatchMode):
+    """Inside this context, note the names of torch's attention kernels as they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product"):
+            self.names.append(name.removeprefix("_scaled_dot_product_").replace("_attention", ""))
+        return function(*args, **(kwargs or {}))
+
+
+def find_kernel(attend: Callable, *inputs: Tensor | Mask) -> str:
+    """The kernel that attend(*inputs) calls. "math": none, because plain matmuls compute the attention."""
+    with CalledKernels() as called:
+        attend(*inputs)
+    return called.names[0] if called.names else "math"
+
+
+def demo() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"Attention of 8 query heads and 2 key and value heads on {device}: which kernel computes it?\n\n"
+          f"{'dtype':10s}{'D':5s}{'mask':12s}{'whole sequences':18s}a block of context parallelism")
+    for dtype, D, name, mask in [
+            (torch.bfloat16, 128, "causal", Mask()), (torch.bfloat16, 128, "none", Mask(causal=False)),
+            (torch.bfloat16, 192, "causal", Mask()), (torch.bfloat16, 128, "window", Mask(window=100)),
+            (torch.float32, 128, "causal", Mask()), (torch.float64, 128, "causal", Mask())]:
+        q, k, v = (torch.randn(1, heads, 256, D, device=device, dtype=dtype) for heads in (8, 2, 2))
+        block = find_kernel(sdpa_forward, q, k, v, mask)
+        q.requires_grad_()  # torch refuses some kernels because of their backward
+        whole = find_kernel(attention_sdpa, q, k, v, mask)
+        print(f"{str(dtype).removeprefix('torch.'):10s}{D:<5d}{name:12s}{whole:18s}{block}")
+
+
+if __name__ == "__main__":
+    run_demo(lambda group: demo())

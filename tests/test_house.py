@@ -82,7 +82,7 @@ TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "
               "ep": set(), "fp8": set()}
 # Files of the root without a demo yet. train.py is the demo of all of them.
 WITHOUT_DEMO = {"collectives", "config", "gradients", "groups", "kernels", "operations", "param", "rules", "schedules",
-                "sdpa", "train", "update"}
+                "train", "update"}
 
 
 @cache
