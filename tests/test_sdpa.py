@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 import sdpa
-from operations import Mask
+from operations import Mask, attention_math
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a test on the GPU may have set the order already")
 
@@ -77,3 +77,11 @@ def test_torchs_order_of_attention_kernels_is_set_once_and_stays():
         context.__exit__(None, None, None)
         sdpa.set_sdpa_order.cache_clear()
     assert torch._C._get_sdp_priority_order() == before
+
+
+def test_the_demo_names_the_kernel_that_is_called(cudnn):
+    """cuDNN's is a stand-in on the CPU; attention in plain torch calls none."""
+    q, k, v = torch.ones(1, 4, 6, 8), torch.ones(1, 2, 6, 8), torch.ones(1, 2, 6, 8)
+    called = [sdpa.find_kernel(attend, q, k, v, Mask())
+              for attend in (sdpa.gpu_forward, sdpa.sdpa_forward, sdpa.attention_sdpa, attention_math)]
+    assert called == ["cudnn", "flash_for_cpu", "flash_for_cpu", "math"]
