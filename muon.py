@@ -183,6 +183,9 @@ class Muon:
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping], weight_decay: float):
         assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
         self.buckets, self.group, self.weight_decay, first = buckets, group, weight_decay, buckets[0]
+        # From start to finish: N of this rank's shards, and whether the step is applied.
+        self.shards: list[Tensor] | None = None
+        self.applied: Tensor | None = None
         self.matrices = find_matrices(buckets, peers)
         self.owners = choose_owners(self.matrices, group.size)
         dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
@@ -207,7 +210,8 @@ class Muon:
 
     def finish(self, step: StepScalars) -> None:
         """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards."""
-        shards, self.shards = self.shards, []
+        shards, applied = self.shards, self.applied
+        self.shards = self.applied = None  # they live until this returns
         whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
                  if owner == self.group.rank}
         self.to_owners.finish(lambda piece: whole[piece.matrix][piece.box])
@@ -217,7 +221,7 @@ class Muon:
         self.from_owners.finish(lambda piece: shards[piece.bucket][piece.place])
         for bucket, of_shard in zip(self.buckets, shards):
             update = of_shard.to(bucket.master.device, bucket.acc_dtype)
-            rate = step.lr * self.applied.to(update)
+            rate = step.lr * applied.to(update)
             bucket.master.mul_(1 - self.weight_decay * rate).sub_(update.mul_(rate))
             bucket.update_weights()
 
