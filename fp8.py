@@ -110,15 +110,18 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, height: int = 1) -> Quantised
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Layouts:
-    """The copies of x [T, C] that are asked for, padded with zeros; on a GPU one kernel reads x once.
+    """The copies of x [T, C] that are asked for, padded with zeros. On a GPU one kernel makes both (fp8_kernels.py).
 
         scale   tiles   scales                                     rowwise [T, C]           columnwise [C, T]
         given   False   that one                                   as it is                 T to a multiple of 16
         None    False   of the 1 x 128 blocks of each copy         C to a multiple of 128   T to a multiple of 128
         None    True    of 128 x 128 blocks, the same in both      T and C must be multiples of 128
     """
-    if copies := try_kernel(x, lambda kernels: kernels.quantise(
-            x, dtype, scale, SMALLEST, rowwise, columnwise, tiles)):
+    def by_kernel(_) -> tuple:
+        import fp8_kernels  # needs Triton, which a CPU does without
+        return fp8_kernels.quantise(x, dtype, scale, SMALLEST, rowwise, columnwise, tiles)
+
+    if copies := try_kernel(x, by_kernel):
         return Layouts(*(None if copy is None else Quantised(*copy) for copy in copies))
     if scale is None and not tiles:
         return Layouts(quantise_blocks(x, dtype) if rowwise else None,

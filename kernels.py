@@ -1,4 +1,4 @@
-"""Fused Triton kernels: RMSNorm, rotary embedding, SwiGLU, cross-entropy with the head's matmul, quantisation to FP8.
+"""Fused Triton kernels: RMSNorm, rotary embedding, SwiGLU, cross-entropy with the head's matmul.
 
 A GPU computes some 200 FLOPs in the time in which it moves one byte, so everything except matmuls is bound by memory
 bandwidth. One kernel for a chain of operations reads and writes no intermediate results. Bytes moved, e per element:
@@ -14,9 +14,10 @@ Cross-entropy: cuBLAS writes a chunk of logits, the kernel overwrites it with so
 from it the chunk's rows of dx and its term of dW. No matmul is repeated: 6 T H V FLOPs. The caller gives in forward the
 gradient that the loss will have, so dW goes straight into the main gradient, and dx is all that waits for backward.
 
-A section is: the same in plain torch, to compare with, the kernel, its launch. Where a kernel does not run, torch
-computes: cross_entropy_in_torch_ here, fp8.quantise, and in operations.py, which has the autograd functions, too (but
-cross-entropy's). A kernel is compiled anew for arguments that are None: an `if` that asks for them costs nothing.
+A section has the same in plain torch, to compare with, then the kernel, then its launch. `launch` also starts the
+kernels of flash.py and fp8_kernels.py. Where a kernel does not run, torch computes: cross_entropy_in_torch_ here, and
+the others in operations.py, which has their autograd functions. A kernel is compiled anew for arguments that are None,
+so an `if` that asks for them costs nothing.
 Sums, statistics and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
 
 Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).
@@ -346,78 +347,3 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
         x, weight = x.detach(), weight.detach()
     loss_grad = x.new_ones((), dtype=torch.float32) if loss_grad is None else loss_grad.float()
     return LinearCrossEntropy.apply(x, weight, labels.contiguous(), z_loss, vocab.start, group, chunk, loss_grad)
-
-
-# ---- FP8: both quantised copies of a matrix; fp8.quantise is this in torch ------------------------------------------
-
-BLOCK = 128
-Matrix = tuple[Tensor, Tensor]  # an fp8.Quantised: data, scales
-
-
-@triton.jit
-def to_fp8(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr):
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(FORMAT)
-
-
-@triton.jit
-def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
-    return tl.div_rn(tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL), LIMIT)
-
-
-@triton.jit
-def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, LIMIT: tl.constexpr,
-                    SMALLEST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
-    """A program has a tile of x, whose rows are blocks of the rowwise copy and its columns those of the columnwise
-    one. It reads x once: 2 bytes per element, 1 + 1 written, 2/32 of scales. None: not wanted, or no such scale."""
-    i, j = tl.program_id(1), tl.program_id(0)
-    t, k = i * BLOCK + tl.arange(0, BLOCK), j * WIDTH + tl.arange(0, WIDTH)
-    offsets = t.to(tl.int64)[:, None] * K + k[None, :]
-    inside = (t < T)[:, None] & (k < K)[None, :]
-    tile = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:
-        tile = tile * tl.div_rn(1.0, tl.load(scale))
-    if TILES:
-        by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, SMALLEST)
-        tl.store(row_scales + j * tl.num_programs(1) + i, by_tile)
-        tile = tile * tl.div_rn(1.0, by_tile)
-    if rowwise is not None:
-        scaled = tile
-        if scale is None and not TILES:
-            by_row = scale_of(tl.max(tl.abs(tile), 1), LIMIT, SMALLEST)
-            tl.store(row_scales + j.to(tl.int64) * T + t, by_row, mask=t < T)
-            scaled = tile * tl.div_rn(1.0, by_row)[:, None]
-        tl.store(rowwise + offsets, to_fp8(scaled, LIMIT, rowwise.dtype.element_ty), mask=inside)
-    if columnwise is not None:
-        scaled = tile
-        if scale is None and not TILES:
-            by_column = scale_of(tl.max(tl.abs(tile), 0), LIMIT, SMALLEST)
-            tl.store(column_scales + i.to(tl.int64) * K + k, by_column, mask=k < K)
-            scaled = tile * tl.div_rn(1.0, by_column)[None, :]
-        data = tl.trans(to_fp8(scaled, LIMIT, columnwise.dtype.element_ty))
-        tl.store(columnwise + k.to(tl.int64)[:, None] * T_padded + t[None, :], data,
-                 mask=(k < K)[:, None] & (t < T_padded)[None, :])
-
-
-def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: float,
-             rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
-    """fp8.quantise of x: the rowwise copy [T, K] and the columnwise one [K, T_padded], each with its scales: both
-    the scalar `scale`, T padded to a multiple of 16; or [T, K/128] and [K, T_padded/128], T padded to one of 128; or
-    of tiles [T/128, K/128] and the transpose. smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks."""
-    (T, K), x = x.shape, x.contiguous()
-    if scale is None and (K % BLOCK or tiles and T % BLOCK):
-        raise ValueError(f"{T} x {K} has no blocks of 128{' x 128' if tiles else ''}")
-    # Columns of a program, and warps: so a thread needs at most 128 registers; 128 and 8 took 247 on Triton 3.6.
-    width, num_warps = (BLOCK, 16 if tiles else 8) if scale is None else (64, 8)
-    across, down, T_padded = triton.cdiv(K, width), triton.cdiv(T, BLOCK), T + -T % (BLOCK if scale is None else 16)
-    row_data = x.new_empty(T, K, dtype=dtype) if rowwise else None
-    column_data = x.new_empty(K, T_padded, dtype=dtype) if columnwise else None
-    # As cuBLAS reads scales, and programs write them: contiguous along the rows.
-    row_scales = x.new_empty(across, down if tiles else T, dtype=torch.float32) if scale is None else scale
-    column_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else row_scales
-    if T:
-        launch(quantise_kernel, (across, down), x, scale, row_data, row_scales, column_data, column_scales, T, K,
-               T_padded, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, BLOCK=BLOCK, WIDTH=width,
-               TILES=tiles, num_warps=num_warps)
-    if scale is None:
-        row_scales, column_scales = row_scales.t(), column_scales if tiles else column_scales.t()
-    return (row_data, row_scales) if rowwise else None, (column_data, column_scales) if columnwise else None

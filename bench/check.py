@@ -22,6 +22,7 @@ from torch import Tensor
 import config
 import flash
 import fp8
+import fp8_kernels
 import kernels
 import operations
 import rules
@@ -105,7 +106,8 @@ def check(name: str, preset: str) -> list[tuple[str, ...]]:
     ours, torchs, shapes = cases(rules.parse(["--preset", preset]).model)[name]
     torch.manual_seed(0)
     inputs, rows = [torch.randn(shape).to(DEVICE, DTYPE) for shape in shapes], []
-    with patch.object(kernels, "launch", launch), patch.object(flash, "launch", launch):
+    with (patch.object(kernels, "launch", launch), patch.object(flash, "launch", launch),
+          patch.object(fp8_kernels, "launch", launch)):
         found = compute(ours, inputs, True)
     others, exact = compute(torchs, inputs, False), compute(torchs, [x.double() for x in inputs], False)
     for step, result, other, right in zip(("", " backward"), found, others, exact):

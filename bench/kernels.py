@@ -22,6 +22,7 @@ from triton.language.extra.cuda import globaltimer
 
 import flash
 import fp8
+import fp8_kernels
 import kernels
 import operations
 from bench.rows import Rate, Result, compare, measure_seconds
@@ -284,7 +285,7 @@ def measure_quantise(kind: str) -> Result:
             return fp8.quantise_blocks(x, fp8.E4M3, fp8.BLOCK)
         return *fp8.quantise_blocks(x, fp8.E4M3), *fp8.quantise_blocks(x.t(), fp8.E4M3)
 
-    contenders = {"ours": lambda x: kernels.quantise(x, fp8.E4M3, scale, fp8.SMALLEST, tiles=tiles),
+    contenders = {"ours": lambda x: fp8_kernels.quantise(x, fp8.E4M3, scale, fp8.SMALLEST, tiles=tiles),
                   "compiled" if scale is None and not tiles else "compiled, without the columnwise copy":
                   torch.compile(by_torch)}
     return compare(contenders, random_tensors((T, H)), bytes_rate(4 * T * H))

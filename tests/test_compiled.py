@@ -7,16 +7,18 @@ from ahead import COMPILERS, fits, run
 from pool import slow
 
 import flash
+import fp8_kernels
 import kernels
 
 BEGIN = """
 import flash
+import fp8_kernels
 import kernels
 import torch
 from ahead import only_compile
 from operations import Mask
 
-only_compile(flash, kernels)
+only_compile(flash, fp8_kernels, kernels)
 x, weight = torch.zeros(256, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 one = torch.ones(256)
 """
@@ -30,7 +32,7 @@ kernels.cross_entropy_(torch.zeros(256, 128256, dtype=torch.bfloat16), one.long(
                        first=0, z_loss=0.0, statistics=True, gradient=True)
 for dtype in torch.float8_e4m3fn, torch.float8_e5m2:
     for options in dict(scale=one), dict(scale=None), dict(scale=None, tiles=True):
-        kernels.quantise(x, dtype, smallest=2.0 ** -100, **options)
+        fp8_kernels.quantise(x, dtype, smallest=2.0 ** -100, **options)
 """
 ATTENTION = """
 packed = (torch.zeros(1, 256, dtype=torch.int32),) * 2
@@ -62,7 +64,7 @@ def test_attention_for_sm_90_spills_nothing_and_uses_its_matmul(tmp_path, compil
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_small_kernels_for_sm_90_spill_nothing_and_move_16_bytes_at_once(tmp_path, compiler):
     found = compiled(SMALL_KERNELS, compiler, tmp_path)
-    names = {name for module in (kernels, flash) for name in vars(module) if name.endswith("_kernel")}
+    names = {name for module in (kernels, flash, fp8_kernels) for name in vars(module) if name.endswith("_kernel")}
     assert {name for name, _ in found} == names - MATMULS.keys() and len(found) == 8 + 6
     for name, used in found:
         fits(name, used)

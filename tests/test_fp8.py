@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py defines its kernels
+os.environ["TRITON_INTERPRET"] = "1"  # before fp8_kernels.py defines its kernel
 
 import grids
 import pairs
@@ -29,6 +29,7 @@ import collectives
 import config
 import ep
 import fp8
+import fp8_kernels
 import gradients
 import kernels
 import rules
@@ -94,7 +95,7 @@ def emulated(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: config.
 
 
 def by_the_kernel(x, dtype, scale=None, **which):
-    both = kernels.quantise(x, dtype, scale, SMALLEST, **which)
+    both = fp8_kernels.quantise(x, dtype, scale, SMALLEST, **which)
     return fp8.Layouts(*(None if one is None else Quantised(*one) for one in both))
 
 
@@ -410,8 +411,8 @@ def test_a_parameter_has_the_bytes_of_the_table():
 
 @triton.jit
 def to_fp8_interpreted(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr):
-    """kernels.to_fp8 in Triton's interpreter, whose cast carries into the exponent wrongly, and makes numbers of NaN.
-    Adding 1.5 x 2^23 rounds to integers: here x to a number of the format, still in fp32."""
+    """fp8_kernels.to_fp8 for Triton's interpreter, whose cast carries into the exponent wrongly and turns NaN into
+    numbers. Adding 1.5 x 2^23 rounds to integers: here x to a number of the format, still in fp32."""
     BITS: tl.constexpr = 3 if FORMAT == tl.float8e4nv else 2  # of the mantissa
     LOWEST: tl.constexpr = -6 if FORMAT == tl.float8e4nv else -14  # exponent of the smallest normal number
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -424,7 +425,7 @@ def to_fp8_interpreted(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr):
 @pytest.fixture(autouse=True)
 def right_casts(monkeypatch):
     if kernels.INTERPRETED:
-        monkeypatch.setattr(kernels, "to_fp8", to_fp8_interpreted)
+        monkeypatch.setattr(fp8_kernels, "to_fp8", to_fp8_interpreted)
 
 
 def same(x: torch.Tensor, format: torch.dtype, **how) -> bool:

@@ -49,6 +49,7 @@ cp
 pp
 ep
 fp8
+fp8_kernels
 flash
 sdpa
 operations
@@ -79,10 +80,10 @@ bench.__init__ learn.__init__ plan.__init__ run.__init__
 SHARED = {"collectives", "schedules", "param", "gradients", "operations", "recompute", "kernels", "flash", "sdpa",
           "config", "update"}
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
-              "ep": set(), "fp8": set()}
+              "ep": set(), "fp8": {"fp8_kernels"}}
 # Files of the root without a demo yet. train.py is the demo of all of them.
-WITHOUT_DEMO = {"collectives", "config", "gradients", "groups", "kernels", "operations", "param", "rules", "schedules",
-                "train", "update"}
+WITHOUT_DEMO = {"collectives", "config", "fp8_kernels", "gradients", "groups", "kernels", "operations", "param", "rules",
+                "schedules", "train", "update"}
 
 
 @cache

@@ -15,6 +15,7 @@ from exact import DEVICE, Broken, compare, dense_attention, gpu, is_refused, lea
 import cp
 import flash
 import fp8
+import fp8_kernels
 import kernels
 import operations
 import rules
@@ -232,7 +233,7 @@ def test_gradients_that_nobody_wants_are_not_made(monkeypatch):
 def break_kernels(monkeypatch, *names: str) -> tuple[list[Broken], dict[str, str]]:
     """(these kernels, which from now on do not run; the failures that are known, none so far)"""
     broken, failed = {name: Broken(name) for name in names}, {}
-    for module in kernels, flash:
+    for module in kernels, flash, fp8_kernels:
         for name, instead in (broken | dict(failed=failed)).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, instead)
@@ -298,7 +299,7 @@ def test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch(monkeypatch, t
     """As on a GPU. Neither a kernel that failed nor --kernels torch lets any be tried."""
     flags = (f"--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 32 --vocab 300 --seq 16 --global-batch 4 --steps 3 "
              f"--dtype fp32 --z-loss 0.01 --qk-norm --doc-mask --sample= --data {__file__} {fp8_flags}")
-    names = [name for name in (*vars(kernels), *vars(flash)) if name.endswith("_kernel")]
+    names = [name for name in (*vars(kernels), *vars(flash), *vars(fp8_kernels)) if name.endswith("_kernel")]
     (broken, failed), found, real = break_kernels(monkeypatch, *names), [], operations.uses_kernels
     for module in operations, tp, cp:
         monkeypatch.setattr(module, "uses_kernels", lambda x: real(SimpleNamespace(is_cuda=True, dtype=x.dtype)))
