@@ -82,8 +82,8 @@ SHARED = {"collectives", "schedules", "param", "gradients", "operations", "recom
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
               "ep": set(), "fp8": {"fp8_kernels"}}
 # Files of the root without a demo yet. train.py is the demo of all of them.
-WITHOUT_DEMO = {"collectives", "config", "fp8_kernels", "gradients", "groups", "kernels", "operations", "param", "rules",
-                "schedules", "train", "update"}
+WITHOUT_DEMO = {"collectives", "config", "fp8_kernels", "gradients", "groups", "kernels", "operations", "param",
+                "rules", "schedules", "train", "update"}
 
 
 @cache
