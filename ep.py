@@ -208,8 +208,10 @@ class Dispatch:
     """Permute by rank, all-to-all, permute by expert. The all-to-all is in flight until `wait`."""
 
     def __init__(self, x: Tensor, gates: Tensor, route: Route):
-        self.route, self.exchange, self.arriving = route, None, (x, gates)
-        if route.to_ranks is not None:
+        self.route = route
+        if route.to_ranks is None:  # there is one rank
+            self.exchange, self.arriving = None, (x, gates)
+        else:
             self.exchange = Exchange(route.received, route.sent, route.group)
             self.arriving = self.exchange.start(Permute.apply(x, route.to_ranks), Permute.apply(gates, route.to_ranks))
 
@@ -467,7 +469,8 @@ class Router:
     @torch.no_grad()
     def decide(self, scores: Tensor, info: "RoutingInfo", group: Group) -> tuple[Route, tuple[Tensor, Tensor] | None]:
         """Choose experts and count loads. Return the route and the losses' coefficients, or None without losses."""
-        E, chosen = self.model.experts, choose_experts(scores + self.bias, self.model)
+        E = self.model.experts
+        chosen = choose_experts(scores + self.bias, self.model)
         # How many tokens of each sequence chose each expert. The last row is for padding.
         counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)
         places = (info.sequence_ids[:, None] * E + chosen).flatten()  # in counts
@@ -583,7 +586,8 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
 def auxiliary_loss(router: Router, logits: Tensor, scores: Tensor, info: RoutingInfo,
                    coefficients: tuple[Tensor, Tensor]) -> Tensor:
     """Return both losses of this rank's tokens, times their coefficients, summed over sequences."""
-    (aux, z), loss = coefficients, logits.new_zeros(())
+    aux, z = coefficients
+    loss = logits.new_zeros(())
     if router.balance.aux_loss:
         probabilities = scores if router.model.router == "softmax" else normalise(scores)
         loss = loss + (probabilities * aux[info.sequence_ids]).sum()
