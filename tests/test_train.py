@@ -266,7 +266,7 @@ def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ram
 
 def counted(flags: str) -> int:
     """The parameters of the model of this rank's grid, all ranks together."""
-    settings = config.parse(flags.split(), dist.get_world_size())
+    settings = rules.parse(flags.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
     return log.count_parameters(train.build_model(settings, groups, "cpu"), groups, torch.device("cpu"))
 
@@ -279,7 +279,7 @@ def counted(flags: str) -> int:
 def test_parameters_of_all_ranks_are_counted_once(pool, ranks, flags):
     """Of one rank as many as torch counts without a grid, and as plan/ does."""
     flags = f"--dtype fp32 {flags} --micro-batch 1 --data {__file__}"
-    model = config.parse(flags.split(), ranks).model
+    model = rules.parse(flags.split(), ranks).model
     alone = sum(math.prod(p.spec.shape) for p in Llama(model, {}).parameters())
     assert alone == costs.parameters(model).total
     assert pool.run(ranks, "test_train:counted", flags=flags) == [alone] * ranks
