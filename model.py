@@ -184,24 +184,39 @@ class Execution(NamedTuple):
     async_tp: bool = False  # asynchronous tensor parallelism
 
 
+class Stages(NamedTuple):
+    """The pipeline stages of a rank.
+
+    layers: the rank's stages -> their layers. owners: the rank of every stage of the pipeline.
+    in_flight: the most forwards, each of one stage and one micro-batch, whose backwards this rank still has to run.
+    """
+    layers: dict[int, range]
+    owners: Sequence[int] = (0,)
+    in_flight: int = 1
+
+
 class Llama(nn.Module):
-    """The layers of a Llama that this rank has. groups: the grid, axis -> Group; {}: one rank. pipeline: which
-    stages are on this rank; None: all layers, in one. z_loss: see tp.cross_entropy. balance: of experts, see ep.py.
-    mtp_weight: for the caller, of multi-token prediction's loss. Parameters get memory and values from an Optimizer."""
+    """The layers of a Llama that this rank has. Parameters get memory and values from an Optimizer.
+
+    groups: the grid, axis -> Group; {}: one rank. stages: None: all layers, in one. z_loss: see tp.cross_entropy.
+    balance: of experts, see ep.py. For the caller: pipeline, whose engines run the stages (None: one stage on one
+    rank), and mtp_weight, the weight of multi-token prediction's loss.
+    """
 
     def __init__(self, model: Model, groups: Groups, execution: Execution = Execution(), *,
-                 pipeline: Pipeline | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
-                 mtp_weight: float = 0.3):
+                 stages: Stages | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
+                 pipeline: Pipeline | None = None, mtp_weight: float = 0.3):
         super().__init__()
         self.model, self.groups, self.execution = model, groups, execution
-        self.pipeline, self.mtp_weight = pipeline or Pipeline.one_stage(model.blocks), mtp_weight
-        self.stages, self.last_stage = self.pipeline.stages, self.pipeline.last
+        self.pipeline, self.mtp_weight = pipeline or Pipeline(), mtp_weight
+        stages = stages or Stages({0: range(model.blocks)})
+        self.stages, self.owners, self.last_stage = stages.layers, stages.owners, len(stages.owners) - 1
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
         cp, tp = (groups.get(axis, ALONE) for axis in ("cp", "tp"))
         self.angles_in_sequence = lru_cache(None)(lambda s, device: rotary_angles(  # those in flight share them
             own_positions(s, cp.size, cp.rank, device), model, execution.dtype))
         self.tp = TensorParallel(tp, execution.sequence, execution.async_tp) if tp.size > 1 else TensorParallel(tp)
-        slots = self.pipeline.in_flight * max(map(len, self.stages.values()))  # for inputs of blocks saved at once
+        slots = stages.in_flight * max(map(len, self.stages.values()))  # for inputs of blocks saved at once
         same_inputs = ALONE if self.tp.sequence else self.tp.group  # its t ranks save 1/t of a block's input each
         self.recompute = Recompute(execution.recompute, slots, same_inputs, execution.rows)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens

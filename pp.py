@@ -30,6 +30,7 @@ Shapes: p ranks, m micro-batches.
 """
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -37,7 +38,7 @@ from torch.profiler import record_function
 
 from collectives import ALONE, Group, done, receive, run_demo, send
 from gradients import backward_input, backward_weight, queued_keys
-from schedules import Action, Plan, Transfer, activations_held, bubble, lower, make_plan, simulate
+from schedules import Action, Plan, Transfer, bubble, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
@@ -125,31 +126,22 @@ class Engine:
                     self.inputs["B", stage - 1, k] = done(saved_x.grad)
 
 
-class Pipeline:
-    """A rank's stages, and an engine per number of micro-batches.
+ONE_STAGE = partial(make_plan, "1f1b", 1)  # number of micro-batches -> the plan of one rank with all layers
 
-    plan_of: number of micro-batches -> plan. layers_of: the layers of every stage. max_micro_batches: of any step.
-    stages: this rank's stages -> their layers. owners: the rank of every stage. last: the last stage.
-    actions, in_flight: this rank's actions in the largest step, and the most activations that they hold at once.
+
+class Pipeline:
+    """An engine for each number of micro-batches that a step has had so far. A batch ramp changes this number.
+
+    plan_of: number of micro-batches -> plan.
     """
 
-    def __init__(self, plan_of: Callable[[int], Plan], layers_of: list[range], max_micro_batches: int = 1,
-                 group: Group = ALONE, device: torch.device | str = "cpu"):
-        self.plan_of, self.group, self.device, self.engines = plan_of, group, device, {}
-        largest, me = plan_of(max_micro_batches), group.rank
-        self.owners = [largest.owner[stage, 0] for stage in range(largest.stages)]  # the same for all micro-batches
-        self.stages = {stage: layers for stage, layers in enumerate(layers_of) if self.owners[stage] == me}
-        self.last = len(layers_of) - 1
-        self.actions = largest.ranks[me]
-        self.in_flight = max(activations_held(self.actions))
-
-    @classmethod
-    def one_stage(cls, layers: int, **options) -> "Pipeline":
-        """No pipeline: a forward and a backward in turns. options: as of Pipeline."""
-        return cls(lambda micro_batches: make_plan("1f1b", 1, micro_batches), [range(layers)], **options)
+    def __init__(self, plan_of: Callable[[int], Plan] = ONE_STAGE, group: Group = ALONE,
+                 device: torch.device | str = "cpu"):
+        self.plan_of, self.group, self.device = plan_of, group, device
+        self.engines: dict[tuple[int, bool], Engine] = {}
 
     def engine(self, micro_batches: int, evaluating: bool = False) -> Engine:
-        """The engine of a step. evaluating: it runs forwards only."""
+        """Return the engine of a step. evaluating: it runs forwards only."""
         key = micro_batches, evaluating
         if key not in self.engines:
             plan = self.plan_of(micro_batches)

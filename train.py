@@ -29,14 +29,14 @@ from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import Fp8, Fp8Experts
 from groups import build_groups, peers_of
-from model import Execution, Llama
+from model import Execution, Llama, Stages
 from param import DTYPES, acc_dtype
 from plan.costs import stages_of
 from pp import Pipeline, profile_range
 from run import dryrun, job
 from run.data import MicroBatch, Samples
 from run.offload import HostRows, OffloadedState
-from schedules import plan_of
+from schedules import activations_held, plan_of
 from tp import ColumnParallelLinear, RowParallelLinear
 from zero import Optimizer
 
@@ -91,20 +91,23 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
         sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tp.py
         cp_style=grid.cp_style,  # cp.py
         recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
-    pipeline = build_pipeline(settings, groups["pp"], device)
+    pipeline = Pipeline(partial(plan_of, grid), groups["pp"], device)  # micro-batches -> the schedule's plan, pp.py
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)  # of experts, ep.py
-    model = Llama(settings.model, groups, execution, pipeline=pipeline, balance=balance, z_loss=optim.z_loss,
-                  mtp_weight=optim.mtp_weight)
+    model = Llama(settings.model, groups, execution, stages=own_stages(settings, groups["pp"]), balance=balance,
+                  z_loss=optim.z_loss, pipeline=pipeline, mtp_weight=optim.mtp_weight)
     if precision.fp8 != "none":
         multiply_in_fp8(model, settings, groups)
     return model
 
 
-def build_pipeline(settings: config.Config, group: Group, device: torch.device | str = "cpu") -> Pipeline:
-    """This rank's stages, of layers divided as plan/ predicts, and a function: micro-batches -> the schedule's plan."""
+def own_stages(settings: config.Config, group: Group) -> Stages:
+    """Return this rank's pipeline stages. The layers are divided into stages of equal work, as plan/ predicts it."""
     grid, batch = settings.grid, settings.batch
     max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    return Pipeline(partial(plan_of, grid), stages_of(settings), max_micro_batches, group, device)
+    largest = plan_of(grid, max_micro_batches)
+    owners = [largest.owner[stage, 0] for stage in range(largest.stages)]  # the same for all micro-batches
+    layers = {stage: layers for stage, layers in enumerate(stages_of(settings)) if owners[stage] == group.rank}
+    return Stages(layers, owners, in_flight=max(activations_held(largest.ranks[group.rank])))
 
 
 def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> None:

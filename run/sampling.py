@@ -67,7 +67,7 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
 
 def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
     """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
-    group, owners, x = model.pipeline.group, model.pipeline.owners, None
+    group, owners, x = model.pipeline.group, model.owners, None
     for stage in model.stages:
         if stage and owners[stage - 1] != group.rank:
             x = torch.empty(model.boundary_shape(tokens, sequence=False), dtype=model.execution.dtype,

@@ -52,7 +52,7 @@ def test_first_weights_are_those_of_gpt_2():
         settings = rules.parse(f"--data {__file__} {flags} {more}".split(), 2)
         for stage in range(2):
             group = SimpleNamespace(size=2, rank=stage)
-            for p in Llama(settings.model, {}, pipeline=train.build_pipeline(settings, group)).parameters():
+            for p in Llama(settings.model, {}, stages=train.own_stages(settings, group)).parameters():
                 kind, values = p.spec.name.rsplit(".")[-1], draw(0)(p.spec, p.box)
                 seen.add(kind)
                 if p.ndim == 1:

@@ -78,8 +78,9 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
         model = train.build_model(settings, groups, "cpu")
         stages, (in_flight, backwards) = (plan.memory.stages_of_rank(settings, rank),
                                           plan.memory.plan_in_memory(settings, rank))
-        assert stages == model.pipeline.stages and in_flight == model.pipeline.in_flight
-        assert set(backwards) == set(plan.memory.backwards_in_memory(model.pipeline.actions))
+        actions = model.pipeline.plan_of(64 // grid.dp).ranks[rank]
+        assert stages == model.stages and in_flight == train.own_stages(settings, groups["pp"]).in_flight
+        assert set(backwards) == set(plan.memory.backwards_in_memory(actions))
         built, kind = {}, muon.kind_of if settings.optim.optimizer == "muon" else lambda spec: None
         for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb, groups, kind):
             built.setdefault(next(iter(params)).spec.data_axis, []).append(sum(param.numel() for param in params))

@@ -371,4 +371,4 @@ def test_neighbours_share_layers_then_shards_and_replicas_are_far_apart(flags, w
 def test_a_pipeline_is_made_for_the_largest_batch_of_a_ramp(ramp):
     """As many inputs of blocks, for example, as its first rank holds then."""
     settings = rules.parse(f"--pp 2 --schedule afab --micro-batch 1 --batch-ramp {ramp}".split(), 2)
-    assert train.build_pipeline(settings, ALONE).in_flight == 8
+    assert train.own_stages(settings, ALONE).in_flight == 8
