@@ -81,9 +81,11 @@ def settings() -> dict[str, str]:
     found = {}
     for action in config.make_parser()._actions:
         kind = action.metavar or ("BOOL" if isinstance(action, argparse.BooleanOptionalAction) else "")
+        if kind.startswith("{"):  # choices
+            kind = " " + kind[1:-1].replace(",", " ")
         default = re.findall(r"\[([^][]*)\]$", action.help or "")
         for option in action.option_strings:
-            found[option] = " ".join([kind, *map(str, action.choices or ()), *(f"[{value}]" for value in default)])
+            found[option] = " ".join([kind, *(f"[{value}]" for value in default)])
     return found
 
 
