@@ -417,7 +417,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
                 x, [matrix], 0, group.process_group.group_name)
         return product, gathered
     # Before: gather all n shards, then multiply them.
-    # Now:    multiply the shard that is here while the next one is on its way.
+    # Now:    multiply the shard that is here while the next one is being received.
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
     shards, products = gathered.chunk(n), product.chunk(n)
@@ -437,7 +437,7 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
         with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
     # Before: multiply all n shards of tokens, then sum over ranks.
-    # Now:    multiply one shard while the sum of another is on its way. Each sum passes all ranks.
+    # Now:    multiply one shard while the sum of another is being sent. Each sum passes all ranks.
     shards = x.chunk(n)
     total = shards[me - 1] @ matrix  # the sum of rank me-1's shard starts here, and reaches that rank n-1 hops later
     for hop in range(1, n):

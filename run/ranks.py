@@ -30,7 +30,8 @@ class FlightRecord:
     def waiting(self, call: Call | None) -> Iterator[Call | None]:
         """The body makes this call, or waits for it."""
         self.last = call
-        # Of a step also autograd's threads call collectives, on GPUs; only saving's waits hold up nobody.
+        # On GPUs autograd calls collectives in threads of its own, for which a step waits, too. For the thread that
+        # saves a step does not wait.
         if threading.current_thread().name == SAVING:
             yield call
             return
