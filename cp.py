@@ -17,7 +17,7 @@ make blocks independent: probabilities are exp(scores - l), and softmax's deriva
 
 Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
 value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, of a bytes
-in gradients of keys and values (accumulation dtype); W width of a latent and its key (latent.py: R + r).
+in gradients of keys and values (accumulation dtype); W width of a latent and its key (mla.py: R + r).
 
                  sent per rank, layer and sequence           memory at a time, besides this rank's K and V
                  forward                 backward            forward               backward
@@ -44,10 +44,20 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
-from collectives import ALONE, AllToAll__AllToAll, Group, Pending, all_gather, done, reduce_scatter, shift, to_device
-from config import padded_length
+from core.collectives import (
+    ALONE,
+    AllToAll__AllToAll,
+    Group,
+    Pending,
+    all_gather,
+    done,
+    reduce_scatter,
+    shift,
+    to_device,
+)
+from core.config import padded_length
+from core.param import IGNORED, acc_dtype
 from operations import CAUSAL, MATH, AttentionKernel, Mask, uses_kernels
-from param import IGNORED, acc_dtype
 from recompute import Checkpoint
 from sdpa import SDPA
 
@@ -405,5 +415,5 @@ def demo(c: int) -> None:
 
 
 if __name__ == "__main__":
-    from collectives import run_demo
+    from core.collectives import run_demo
     run_demo(lambda group: demo(c=4))

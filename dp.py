@@ -29,9 +29,9 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-from collectives import Group, Groups, Pending, all_reduce, run_demo, sent
-from gradients import attach_sink
-from param import Spec, acc_dtype, most_elements, parameter
+from core.collectives import Group, Groups, Pending, all_reduce, run_demo, sent
+from core.gradients import attach_sink
+from core.param import Spec, acc_dtype, most_elements, parameter
 
 Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
 
@@ -39,8 +39,8 @@ Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embe
 class Bucket:
     """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
 
-    A backward adds a gradient to main_grad(param), then calls ready(param): gradients.py calls such an object a sink.
-    The last gradient of a step starts the reduction, and finish_step waits for it.
+    A backward adds a gradient to main_grad(param), then calls ready(param): core/gradients.py calls such an object a
+    sink. The last gradient of a step starts the reduction, and finish_step waits for it.
     params: parameter -> gradients per micro-batch, in the order of the buffer; all share one data axis.
     """
 

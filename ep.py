@@ -57,7 +57,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from collectives import (
+from core.collectives import (
     ALONE,
     Group,
     all_reduce,
@@ -68,10 +68,10 @@ from collectives import (
     sum_over_ranks,
     to_device,
 )
-from config import Model, need
-from gradients import accumulate_grad, accumulate_product
+from core.config import Model, need
+from core.gradients import accumulate_grad, accumulate_product
+from core.param import Spec, acc_dtype, draw, parameter, shard_slice
 from operations import swiglu
-from param import Spec, acc_dtype, draw, parameter, shard_slice
 from recompute import Recompute, decide_once, is_recomputing
 
 # ---- the route: which rows go where ---------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from collectives import run_demo
+from core.collectives import run_demo
 from kernels import KernelError, failed, launch
 from operations import CAUSAL, Mask
 from sdpa import attention_sdpa, sdpa_backward, sdpa_forward

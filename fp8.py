@@ -37,11 +37,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from collectives import MAX, Group, all_reduce, run_demo
-from config import FP8_RECIPES, Fp8Recipe
-from gradients import Params, stacked_weight
+from core.collectives import MAX, Group, all_reduce, run_demo
+from core.config import FP8_RECIPES, Fp8Recipe
+from core.gradients import Params, stacked_weight
+from core.param import acc_dtype
 from operations import try_kernel
-from param import acc_dtype
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}  # as config.Fp8Recipe names them

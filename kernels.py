@@ -32,9 +32,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from collectives import ALONE, MAX, Group, all_reduce
-from gradients import accumulate_grad, accumulate_product
-from param import IGNORED, check_labels, shard_slice
+from core.collectives import ALONE, MAX, Group, all_reduce
+from core.gradients import accumulate_grad, accumulate_product
+from core.param import IGNORED, check_labels, shard_slice
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
 failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again, and the first line of the error

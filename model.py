@@ -26,13 +26,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from collectives import ALONE, AllReduce__Identity, Groups, Identity__AllReduce
-from config import Model
+from core.collectives import ALONE, AllReduce__Identity, Groups, Identity__AllReduce
+from core.config import Model
+from core.param import Spec, parameter, shard_slice
 from cp import attention_by_window, gather_tokens, own_positions
 from ep import Balance, GroupedExperts, Router, make_routing_info
-from latent import LatentAttention
+from mla import LatentAttention
 from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
-from param import Spec, parameter, shard_slice
 from pp import Pipeline
 from recompute import Recompute, is_recomputing
 from tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, VocabParallelEmbedding, VocabParallelHead
@@ -49,7 +49,7 @@ class ForwardContext(NamedTuple):
     attention: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]]  # window (0: none) -> its function of q, k, v
     recompute: Recompute
     routing: tuple | None  # an ep.RoutingInfo; None without experts
-    cache: Any = None  # when text is sampled, run/sampling.py's KVCache: keys and values of earlier tokens
+    cache: Any = None  # when text is sampled, run/generate.py's KVCache: keys and values of earlier tokens
     gather_latents: Callable | None = None  # for LatentAttention, [B, s, ...] of this rank's tokens -> [B, S, ...]
     next_tokens: Tensor | None = None  # [B, s], the token after each; None: no multi-token prediction
 
@@ -303,7 +303,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, groups: Groups, balance: Balance):
         super().__init__()
-        # "edp": the data axis of experts, see groups.py. matrices: how many are stacked in a parameter, for muon.py.
+        # "edp": the data axis of experts, see core/groups.py.
+        # matrices: how many are stacked in a parameter, for muon.py.
         E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
         self.ep_group = groups.get("ep", ALONE)
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ
@@ -376,8 +377,8 @@ class MultiTokenPrediction(Block):
 def demo() -> None:
     from types import SimpleNamespace
 
-    from collectives import Group
-    from param import draw
+    from core.collectives import Group
+    from core.param import draw
     settings = Model(head_dim=32)
     two_ranks = SimpleNamespace(size=lambda: 2, rank=lambda: 0)  # in place of torch's group: nothing is sent
     model, sharded = Llama(settings, {}), Llama(settings, {"tp": Group("tp", two_ranks)})
@@ -397,5 +398,5 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    from collectives import run_demo
+    from core.collectives import run_demo
     run_demo(lambda group: demo())

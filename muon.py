@@ -39,10 +39,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collectives import ALONE, Group, Pending, all_to_all, run_demo
-from config import OPTIMIZERS
-from param import Box, Spec, box_shape, local_box, pieces_within, shard_slice
-from update import StepScalars
+from core.collectives import ALONE, Group, Pending, all_to_all, run_demo
+from core.config import OPTIMIZERS
+from core.param import Box, Spec, box_shape, local_box, pieces_within, shard_slice
+from optimizers import StepScalars
 
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: steepest at 0, and singular values stay near 1

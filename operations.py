@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from config import Model
-from gradients import accumulate_grad
-from param import Spec, acc_dtype
+from core.config import Model
+from core.gradients import accumulate_grad
+from core.param import Spec, acc_dtype
 
 allows_kernels = True  # whether --kernels does; train.py sets it
 
@@ -87,7 +87,10 @@ class RMSNormFunction(Function):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, over the last dimension of x [..., width]. along: the weight's Spec.along, see param.py."""
+    """x / rms(x) * weight, over the last dimension of x [..., width].
+
+    along: the weight's Spec.along, see core/param.py.
+    """
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], name: str, width: int, eps: float,
                  along: dict[str, int | str]):
@@ -152,7 +155,7 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 # In heads of queries and keys, pairs (a, b) of channels become (a cos - b sin, b cos + a sin). Which pairs:
 #
 #     rotate_and_split    pairs (x[i], x[i + D/2]) of all channels                        as in Llama
-#     rotate_tail         pairs (x[2i], x[2i + 1]) of the last rotated_dim channels       as in DeepSeek: latent.py
+#     rotate_tail         pairs (x[2i], x[2i + 1]) of the last rotated_dim channels       as in DeepSeek: mla.py
 #
 # Both write into x, which must not be used after this: what they return is its memory.
 

@@ -18,11 +18,11 @@ What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
 - Two ranks must issue their transfers in the same order, or both wait for ever: schedules.lower enters both at once.
 - A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
-  exchanges has a group of its own (collectives.py: Group.links). With one group for all an interleaved step of 8 ranks,
-  two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
+  exchanges has a group of its own (core/collectives.py: Group.links). With one group for all an interleaved step of 8
+  ranks, two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
 - Only the next stage needs a stage's output: the engine saves its edge in the graph alone and drops the output.
 - A split backward has two actions. I computes the gradient of the input and queues the weight gradients. W computes
-  the queued weight gradients (gradients.py).
+  the queued weight gradients (core/gradients.py).
 - A tied embedding's gradients in the first and in the last stage are added after their data parallel ones (zero.py).
 
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
@@ -36,8 +36,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from collectives import ALONE, Group, done, receive, run_demo, send
-from gradients import backward_input, backward_weight, queued_keys
+from core.collectives import ALONE, Group, done, receive, run_demo, send
+from core.gradients import backward_input, backward_weight, queued_keys
 from schedules import Action, Plan, Transfer, bubble, lower, make_plan, simulate
 
 # ---- the engine -----------------------------------------------------------------------------------------------------

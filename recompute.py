@@ -35,7 +35,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from collectives import ALONE, Group, all_gather, run_demo
+from core.collectives import ALONE, Group, all_gather, run_demo
 
 
 class Recompute:

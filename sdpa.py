@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives import run_demo
-from config import need
+from core.collectives import run_demo
+from core.config import need
 from operations import AttentionKernel, Mask, math_backward, math_forward, repeat_kv_heads
 
 # ---- which kernel torch takes ---------------------------------------------------------------------------------------

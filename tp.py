@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import _symmetric_memory  # noqa: F401, which defines torch.ops.symm_mem
 
-from collectives import (
+from core.collectives import (
     ALONE,
     MAX,
     AllGather__ReduceScatter,
@@ -67,7 +67,7 @@ from collectives import (
     sent,
     shift,
 )
-from gradients import (
+from core.gradients import (
     Params,
     accumulate_grad,
     accumulate_product,
@@ -76,8 +76,8 @@ from gradients import (
     stacked_weight,
     start_weight_grad,
 )
+from core.param import IGNORED, Spec, acc_dtype, check_labels, draw, local_box, parameter, shard_slice
 from operations import uses_kernels
-from param import IGNORED, Spec, acc_dtype, check_labels, draw, local_box, parameter, shard_slice
 from recompute import is_recomputing
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
@@ -115,7 +115,7 @@ class TensorParallel(NamedTuple):
 
     def gather_with_grad(self, x: Tensor) -> Tensor:
         """f, for autograd: [T/t, ...] -> [T, ...]. For a tensor that ranks use differently outside of a Column: latents
-        (latent.py), and the input of the fused head."""
+        (mla.py), and the input of the fused head."""
         if self.sequence:
             return AllGather__ReduceScatter.apply(x, self.group)
         return Identity__AllReduce.apply(x, self.group)
@@ -147,7 +147,7 @@ class TensorParallel(NamedTuple):
 #     is_deferring()      The first half of a split backward (zero-bubble pipelines) computes dx and dY,
 #                         and queues dA and dB for the second half.
 #
-# dA and dB are added to gradient buffers (gradients.py), and autograd gets None for weights. Weights are
+# dA and dB are added to gradient buffers (core/gradients.py), and autograd gets None for weights. Weights are
 # inputs of the Functions all the same, so that autograd runs their hooks, which tell a weight's bucket
 # that its gradient is complete.
 

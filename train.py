@@ -13,24 +13,24 @@ The files of the techniques communicate gradients, activations and weights; this
 counts, losses, metrics.
 """
 if __name__ == "__main__":
-    from run import start
+    from run import cli
 
-    settings = start.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
+    settings = cli.from_command_line()  # before torch is imported, so that a wrong flag is answered at once
 
 import math
 from functools import partial
 
 import torch
 
-import config
 import operations
-from collectives import MAX, Group, Groups, all_reduce
+from core import config
+from core.collectives import MAX, Group, Groups, all_reduce
+from core.groups import build_groups, peers_of
+from core.param import DTYPES, acc_dtype
 from cp import shard_sequences
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import Fp8, Fp8Experts
-from groups import build_groups, peers_of
 from model import Execution, Llama, Stages
-from param import DTYPES, acc_dtype
 from plan.costs import stages_of
 from pp import Pipeline, profile_range
 from run import dryrun, job
@@ -53,7 +53,7 @@ def train(run: job.Run) -> None:
 
     The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers. `groups`
     has this rank's Group along each axis, also of size 1 (then its collectives are the identity).
-    groups.py defines all axes, also the axes of experts and of hybrid sharding. Two of them:
+    core/groups.py defines all axes, also the axes of experts and of hybrid sharding. Two of them:
 
         data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
         dp      not --dp: the ranks over which ZeRO shards. They include context parallel ranks, and

@@ -54,12 +54,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
-from config import need, padded_elements
+from core.collectives import ALONE, Group, Groups, Pending, all_gather, all_reduce, done, reduce_scatter, run_demo, sent
+from core.config import need, padded_elements
+from core.param import Box, Source, Spec, is_first_replica, most_elements, parameter, pieces_within
 from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
-from param import Box, Source, Spec, is_first_replica, most_elements, parameter, pieces_within
-from update import UPDATE_RULES, LossScale, Parts, StepScalars, UpdateRule
+from optimizers import UPDATE_RULES, LossScale, Parts, StepScalars, UpdateRule
 
 
 class Span(NamedTuple):

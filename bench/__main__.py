@@ -53,22 +53,20 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn.parallel import DistributedDataParallel
 
-import collectives
-import config
-import rules
 import schedules
 import train
 from bench import smoke
-from collectives import ALONE, Group, Groups
-from config import CP_STYLES, need
+from core import collectives, config, rules
+from core.collectives import ALONE, Group, Groups
+from core.config import CP_STYLES, need
+from core.groups import build_groups
+from core.param import Spec, draw, parameter
 from cp import attention_by_window
 from ep import GroupedExperts, Router, make_routing_info
-from groups import build_groups
 from model import Llama
-from param import Spec, draw, parameter
 from plan.printing import table
 from pp import Engine
-from run import checkpoint, start
+from run import checkpoint, cli
 from run.data import MicroBatch
 from run.device import choose_device
 from run.meter import Collective, Meter
@@ -126,7 +124,7 @@ def synchronize() -> None:
 
 
 def bytes_sent(call: Collective) -> float:
-    """What this rank sends in a collective that runs as a ring, see collectives.py."""
+    """What this rank sends in a collective that runs as a ring, see core/collectives.py."""
     if call.name in ("send", "recv_"):
         return call.bytes if call.name == "send" else 0
     n = _resolve_process_group(call.group).size()
@@ -283,11 +281,11 @@ def bench_training(part: str, flags: list[str]) -> None:
         our_flags = our_flags.format(n=n)
         heads = ["--kv-heads", str(n)] if part == "tp" else []  # DTensor cannot replicate them
         try:
-            settings = start.parse([*heads, *flags, *our_flags.split()], n)
+            settings = cli.parse([*heads, *flags, *our_flags.split()], n)
             dtype = settings.precision.dtype
             need(dtype in ("auto", "fp32"), f"--dtype {dtype}: all contenders compute in fp32, so leave it out")
         except ValueError as error:
-            start.refuse(error, "bench")
+            cli.refuse(error, "bench")
         torch.manual_seed(0)  # all ranks draw the same global batch
         windows = torch.randint(settings.model.vocab, (settings.batch.global_batch, settings.batch.seq + 1))
         batch = windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
@@ -579,7 +577,7 @@ if __name__ == "__main__":
             sys.exit(PARTS[parts[0]](flags))  # each of smoke's runs has a world of its own
         device, _ = choose_device("auto")
     except ValueError as error:
-        start.refuse(error, "bench")
+        cli.refuse(error, "bench")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")

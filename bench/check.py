@@ -19,16 +19,15 @@ import torch
 import triton
 from torch import Tensor
 
-import config
 import flash
 import fp8
 import fp8_kernels
 import kernels
 import operations
-import rules
 from bench.rows import Row, Worker, first_line, relative_error
+from core import config, rules
+from core.param import IGNORED, acc_dtype
 from operations import Mask, rotate_and_split
-from param import IGNORED, acc_dtype
 from plan.printing import table
 from sdpa import attention_sdpa
 from tp import cross_entropy

@@ -56,10 +56,10 @@ import numpy
 import torch
 import triton
 
-import config
 from bench.gpu_rows import ROOT, rows_of
 from bench.rows import Report, Row, measure_rows
-from config import need, setting
+from core import config
+from core.config import need, setting
 
 STAGES = "right", "training", "kernels", "nccl", "rest"
 RESULTS = "gpu-results"

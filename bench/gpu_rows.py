@@ -7,7 +7,7 @@
                 what is bound by memory, and the loss
     rest        variants: implementations that do the same. The first named is what runs by default
                 streams: a matmul beside programs that wait, as collectives do; streams that block each other
-                the link to the host; other training runs, also of 2,000 small steps; learn/gpu.py
+                the link to the host; other training runs, also of 2,000 small steps; learn/triton_primer.py
 
 Expected figures are those of one H200, worked out before any GPU had run this, from bytes, operations, published rates
 of cuBLAS and cuDNN, and 4.2 TB/s of memory. An H100 has the same processors, and 3.0 TB/s. The utilisation (6 N +
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from bench import kernels
 from bench.rows import ROW_LIMIT_S, Result, Row
 from bench.training import measure_final_loss, measure_training, settings_of
-from config import FP8_RECIPES
+from core.config import FP8_RECIPES
 from plan.memory import format_bytes
 from run.device import memory_of_rank
 
@@ -169,7 +169,7 @@ def other_rows(memory: int) -> list[Row]:
     offload = [training_row("8B", memory, f"--recompute full --offload {what}", fp8=True, steps=5, profiled=1)
                for what in ("none", "activations", "both")]
     return [*variants, *waiting, *blocked, link, experts, *smaller, *steps, *offload,
-            Row("python -m learn.gpu", partial(run_python, "-m", "learn.gpu"))]
+            Row("python -m learn.triton_primer", partial(run_python, "-m", "learn.triton_primer"))]
 
 
 def rows_of(memory: int) -> dict[str, list[Row]]:

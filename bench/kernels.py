@@ -26,9 +26,9 @@ import fp8_kernels
 import kernels
 import operations
 from bench.rows import Rate, Result, compare, measure_seconds
-from config import FP8_RECIPES
-from gradients import accumulate_product
-from param import Spec, parameter
+from core.config import FP8_RECIPES
+from core.gradients import accumulate_product
+from core.param import Spec, parameter
 from sdpa import attention_sdpa, gpu_backward, gpu_forward
 from tp import Column, Matmul, TensorParallel
 

@@ -22,14 +22,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import collectives
-import config
-from collectives import Group
-from config import need, setting
-from groups import build_groups
-from learn import collectives as ring
+from core import collectives, config
+from core.collectives import Group
+from core.config import need, setting
+from core.groups import build_groups
+from learn import written_out as ring
 from plan import machines
-from run import start
+from run import cli
 from run.device import choose_device, memory_of_device
 
 AXES = "tp", "cp", "ep", "edp", "dp", "data", "replicate", "pp"
@@ -285,7 +284,7 @@ def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:
     folder = os.path.dirname(known.out) or "."
     need(os.path.isdir(folder), f"--out {known.out}: there is no folder {folder}")
     need(not os.path.isdir(known.out), f"--out {known.out} is a folder: name a file")
-    return start.parse(flags, ranks), known.out
+    return cli.parse(flags, ranks), known.out
 
 
 def probe(settings: config.Config, out: str, device: torch.device) -> None:
@@ -324,7 +323,7 @@ if __name__ == "__main__":
         settings, out = parse(sys.argv[1:], ranks)
         device = choose_device(settings.run.device)[0]
     except ValueError as error:
-        start.refuse(error, "bench.probe")
+        cli.refuse(error, "bench.probe")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with collectives.world(device):

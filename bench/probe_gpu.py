@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-import config
 import ep
 import fp8
 import operations
 import sdpa
 from bench.rows import first_line, measure_seconds, relative_error
-from config import FP8_RECIPES
-from gradients import accumulate_product
-from param import Spec, parameter
-from run import start
+from core import config
+from core.config import FP8_RECIPES
+from core.gradients import accumulate_product
+from core.param import Spec, parameter
+from run import cli
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Question = tuple[str, Callable[[], Any], str]  # what is asked, how to find out, what is expected
@@ -185,5 +185,5 @@ if __name__ == "__main__":
     try:
         config.make_parser({}, __doc__, "python -m bench.probe_gpu").parse_args()  # there are no flags but --help
     except ValueError as error:
-        start.refuse(error, "bench.probe_gpu")
+        cli.refuse(error, "bench.probe_gpu")
     main()

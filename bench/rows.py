@@ -230,7 +230,7 @@ def measure_rows(rows: list[Row], report: Report, limit_s: float, row_limit_s: f
     run."""
     os.makedirs(report.folder, exist_ok=True)
     os.environ["TQDM_DISABLE"] = "1"  # of the process that measures: no progress bars in the log
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in training, see run/start.py
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in training, see run/cli.py
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # of rivals: starting one for each core takes longer
     began, known, worker, log = time.monotonic(), read_outcomes(report), Worker(), ClockLog(report.folder)
     write_table(report, known)

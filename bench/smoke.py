@@ -26,11 +26,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import collectives
-import config
-import rules
 import train
-from config import need, setting
+from core import collectives, config, rules
+from core.config import need, setting
 from run import device, job, log
 from run.data import open_samples
 from run.ranks import meet

@@ -15,11 +15,10 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import config
-import rules
 import train
 from bench.rows import Result
-from param import Source, box_shape
+from core import config, rules
+from core.param import Source, box_shape
 from run import device, job, log
 from run.data import open_samples
 

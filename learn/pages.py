@@ -1,5 +1,5 @@
-"""Every file of the root, plan/, run/, bench/ and learn/ as a page: prose beside its code, pictures, and what its demo
-prints. The documents of docs/ are pages, too.
+"""Every file of the root, core/, plan/, run/, bench/ and learn/ as a page: prose beside its code, pictures, and what
+its demo prints. The documents of docs/ are pages, too.
 
     python -m learn.pages [--out pages]     static HTML, no network; open pages/index.html
     python -m learn.pages --demos           run all demos again and keep their output in docs/demos.json
@@ -34,7 +34,7 @@ DEMOS = ROOT / "docs" / "demos.json"
 PICTURES = {"train.py": ["grid", "losses"], "dp.py": ["overlap"], "zero.py": ["memory"], "tp.py": ["layer"],
             "cp.py": ["zigzag"], "pp.py": ["timeline"], "schedules.py": ["schedules", "bubble", "zero-bubble"],
             "ep.py": ["experts"], "fp8.py": ["formats", "fp8"], "recompute.py": ["steps"], "flash.py": ["hierarchy"],
-            "learn/collectives.py": ["ring", "collectives"]}
+            "learn/written_out.py": ["ring", "collectives"]}
 STYLE = """
 :root { --text: #1b1f24; --page: #fff; --side: #f6f8fa; --line: #d8dee4; --link: #0b5cad; --word: #a0209c;
         --text2: #59636e; --string: #0a6b3d; --number: #9a4a00 }
@@ -69,7 +69,7 @@ class Name(NamedTuple):
 
 @cache
 def files() -> list[str]:
-    found = [sorted((ROOT / folder).glob("*.py")) for folder in (".", "learn", "plan", "run", "bench")]
+    found = [sorted((ROOT / folder).glob("*.py")) for folder in (".", "core", "learn", "plan", "run", "bench")]
     return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
 
 
@@ -113,6 +113,8 @@ def names_seen(file: str, everywhere: dict[str, dict[str, Name]]) -> dict[str, N
             source = node.module.replace(".", "/") + ".py"
             seen |= {alias.asname or alias.name: everywhere[source][alias.name] for alias in node.names
                      if alias.name in everywhere.get(source, {})}
+            modules = {alias.asname or alias.name: f"{node.module}/{alias.name}.py" for alias in node.names}
+            seen |= {name: Name(page_of(path), 0, path) for name, path in modules.items() if path in everywhere}
         elif isinstance(node, ast.Import):
             seen |= {alias.name: Name(page_of(f"{alias.name}.py"), 0, f"{alias.name}.py") for alias in node.names
                      if f"{alias.name}.py" in everywhere}

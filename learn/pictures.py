@@ -39,18 +39,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch.distributed import TCPStore
 
-import config
 import ep
-import rules
 import schedules
 import train
-from collectives import ALONE
-from config import need
+from core import config, rules
+from core.collectives import ALONE
+from core.config import need
+from core.groups import build_groups
+from core.param import Spec, draw, parameter
 from cp import own_chunks
-from groups import build_groups
 from learn import Parser
-from param import Spec, draw, parameter
-from plan import costs, machines, search, time
+from plan import costs, machines, search, step_time
 from plan.__main__ import overlaps
 from run.data import open_samples
 from run.meter import Meter
@@ -190,7 +189,8 @@ def stacked(axes, bars: dict[str, dict[str, float]], title: str, limit: float = 
 def memory() -> Figure:
     """What fills a GPU, by ZeRO level, sequence length, recomputation and grid; dotted: the 80 GB of an H100."""
     def of(**request) -> dict[str, float]:
-        return time.needed_memory(time.run_of(dict(global_batch=256, micro_batch=1, machine="h100") | request))
+        request = dict(global_batch=256, micro_batch=1, machine="h100") | request
+        return step_time.needed_memory(step_time.run_of(request))
 
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6))
     eight = dict(preset="llama-3.1-8b")
@@ -219,12 +219,12 @@ def planner() -> Figure:
     figure, axes = pyplot.subplots(figsize=(9, 3.6))
     cells = torch.full((len(models), len(gpus)), float("nan"))
     for (row, (preset, (batch, given))), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
-        run = time.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
+        run = step_time.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
         found, _ = search.search(run, count, given, simulated=10)
         text = "does not fit"
         if found:
             settings = found[0].run.settings
-            cells[row, column] = 100 * time.predict(found[0].run).mfu
+            cells[row, column] = 100 * step_time.predict(found[0].run).mfu
             axes_of = [f"{axis} {getattr(settings.grid, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep")
                        if getattr(settings.grid, axis) > 1]
             text = f"{', '.join(axes_of)}\nZeRO-{settings.grid.zero}, {cells[row, column]:.0f}%"
@@ -251,7 +251,7 @@ def scaling() -> Figure:
     figure, axes = pyplot.subplots(2, 4, figsize=(11, 5), sharey="row")
 
     def draw_line(column: int, requests: dict[int, dict], **style) -> None:
-        found = [time.predict(run_of(request)) for request in requests.values()]
+        found = [step_time.predict(run_of(request)) for request in requests.values()]
         axes[0, column].plot([*requests], [one.tokens_per_s_per_gpu for one in found], color=COLORS["dp"], **style)
         axes[1, column].plot([*requests], [one.memory_gb for one in found], color=COLORS["dp"], **style)
         for axis in axes[:, column]:
@@ -285,7 +285,7 @@ def scaling() -> Figure:
 
 def overlap() -> Figure:
     """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits."""
-    run = time.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq=16384, global_batch=256, micro_batch=1,
+    run = step_time.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq=16384, global_batch=256, micro_batch=1,
                               machine="h100"))
     times = {found.technique.split(":")[0] + (" back" if "backward" in found.technique else ""): found
              for found in overlaps(run)}

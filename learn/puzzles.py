@@ -39,7 +39,7 @@ class Puzzle(NamedTuple):
 
 
 PUZZLES = {
-    "boxes": Puzzle("param.py", "boxes", "tests/test_param.py::test_a_flat_range_is_a_few_boxes_in_order", (
+    "boxes": Puzzle("core/param.py", "boxes", "tests/test_param.py::test_a_flat_range_is_a_few_boxes_in_order", (
         "A range of a flattened matrix is the end of a row, whole rows, and the beginning of a row.",
         "A part of one row is a range of a tensor with one dimension less: the function calls itself.")),
     "drop": Puzzle("recompute.py", "Recompute.drop",
@@ -92,7 +92,7 @@ PUZZLES = {
     "balance": Puzzle("ep.py", "update_biases",
                       "tests/test_ep.py::test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped", (
                           "An expert with more than the mean load moves down by the rate, one with less up.",)),
-    "grid": Puzzle("groups.py", "groups_along",
+    "grid": Puzzle("core/groups.py", "groups_along",
                    "tests/test_groups.py::test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together", (
                        "Ranks whose other coordinates are equal are a group.",)),
     "quantise": Puzzle("fp8.py", "to_fp8",
@@ -101,10 +101,10 @@ PUZZLES = {
     "swiglu": Puzzle("operations.py", "swiglu_no_grad",
                      "tests/test_huggingface.py::test_a_published_model_gives_the_same_logits_here", (
                          "silu(gate) * up, in fp32, rounded once.",)),
-    "ring-all-reduce": Puzzle("learn/collectives.py", "reduce_round",
+    "ring-all-reduce": Puzzle("learn/written_out.py", "reduce_round",
                               "tests/test_ring.py::test_results_are_those_of_torch_for_any_dtype_and_size", (
                                   "n-1 hops: send a chunk's sum to the next rank, add what comes to another chunk.",)),
-    "bruck": Puzzle("learn/collectives.py", "bruck_all_gather",
+    "bruck": Puzzle("learn/written_out.py", "bruck_all_gather",
                     "tests/test_ring.py::test_results_are_those_of_torch_for_any_dtype_and_size", (
                         "Send all you have, twice as far each time.",
                         "At the end rank r has the blocks beginning with its own: rotate them.")),

@@ -3,7 +3,7 @@
     python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192
 
 A command takes train.py's flags and some of its own; --help lists both. Neither torch nor a GPU is needed. The formulas
-are in plan/costs.py and plan/memory.py, the times in plan/time.py, the pipelines in schedules.py, the best grid in
+are in plan/costs.py and plan/memory.py, the times in plan/step_time.py, the pipelines in schedules.py, the best grid in
 plan/search.py, the laws in plan/scaling.py. `python -m tests.published check` prints the error of such predictions on
 published runs of other codes.
 
@@ -16,14 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import config
-import rules
-from config import need, setting
-from plan import costs, machines, scaling, search, time
+from core import config, rules
+from core.config import need, setting
+from plan import costs, machines, scaling, search, step_time
 from plan.machines import MACHINES, read_machine
 from plan.memory import format_bytes
 from plan.printing import bar, table
-from plan.time import Run, parse, predict, with_dtype
+from plan.step_time import Run, parse, predict, with_dtype
 
 GB = 1e9
 
@@ -91,14 +90,14 @@ def print_asked(run: Run, gpus: int, given: dict) -> None:
 
 def print_memory(run: Run) -> None:
     settings, machine = run.settings, run.machine
-    kinds = time.needed_memory(run)
+    kinds = step_time.needed_memory(run)
     needed, there = sum(kinds.values()), machine.memory_bytes
     print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {format_bytes(needed)} of "
           f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
-          f"{time.probability_of_fit(run, needed):.2f}")
+          f"{step_time.probability_of_fit(run, needed):.2f}")
     print(table([("  " + kind, format_bytes(nbytes), bar(nbytes, there)) for kind, nbytes in kinds.items()], "<><"))
     if run.fused and settings.precision.attention != "triton":
-        torch_alone = time.needed_memory(changed(run, "precision", kernels="torch"))
+        torch_alone = step_time.needed_memory(changed(run, "precision", kernels="torch"))
         print(f"  with --kernels torch, and in train.py --dry-run, which runs plain torch, temporaries are "
               f"{format_bytes(torch_alone['temporaries'])}")
     print_choices(run)
@@ -108,12 +107,12 @@ def print_memory(run: Run) -> None:
 def print_choices(run: Run) -> None:
     """What other pipeline ranks need; and what the run would with another recomputation, level of ZeRO or length."""
     settings, there = run.settings, run.machine.memory_bytes
-    choices = {"pipeline rank": {str(rank): time.memory_of_rank(run, rank) for rank in
+    choices = {"pipeline rank": {str(rank): step_time.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
     for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
                                   ("batch", "seq", [settings.batch.seq << k >> 2 for k in range(6)])):
         made = {str(value): changed(run, section, **{name: value}) for value in values}
-        choices["--" + name] = {value: time.needed_memory(other) for value, other in made.items() if other}
+        choices["--" + name] = {value: step_time.needed_memory(other) for value, other in made.items() if other}
     for title, choice in choices.items():
         if choice:
             totals = {value: sum(kinds.values()) for value, kinds in choice.items()}
@@ -144,7 +143,7 @@ WHY = {"matmul": "matrix products at the speed that models reach",
 def accuracy(run: Run) -> list[str]:
     """How far off predictions have been of published runs that had no part in the fit: of the time of such a step, and
     of memory."""
-    kind, found, of_memory = time.kind_of(run), time.held_out()["steps"], time.held_out()["memory"]
+    kind, found, of_memory = step_time.kind_of(run), step_time.held_out()["steps"], step_time.held_out()["memory"]
     lines = [f"accuracy of such runs ({kind}), by runs of other codes that had no part in the fit:"]
     here = found.get(kind)
     if here and here["runs"]:
@@ -165,7 +164,7 @@ def errors(found: dict) -> str:
 
 
 def print_step(run: Run) -> None:
-    step, found = time.step_seconds(run), predict(run)
+    step, found = step_time.step_seconds(run), predict(run)
     batch, grid = run.settings.batch, run.settings.grid
     print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
           f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "

@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from config import Config, Model
+from core.config import Config, Model
 
 RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
 

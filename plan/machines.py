@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from config import need
+from core.config import need
 
 
 class Level(NamedTuple):

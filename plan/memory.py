@@ -20,7 +20,7 @@ from math import gcd
 from typing import NamedTuple
 
 import schedules
-from config import OPTIMIZERS, Config, Grid, padded_elements, padded_length
+from core.config import OPTIMIZERS, Config, Grid, padded_elements, padded_length
 from plan.costs import (
     Activation,
     LayerOptions,
@@ -180,7 +180,7 @@ def few_micro_batches(grid: Grid, m: int) -> int:
         return 4
     schedule, few = SCHEDULES[grid.schedule], 4 * p + m % p
     in_groups = schedule.grouped and m % p
-    too_few = few - p < schedule.least * p  # plan/time.py also asks for p fewer
+    too_few = few - p < schedule.least * p  # plan/step_time.py also asks for p fewer
     return m if in_groups or too_few or grows(grid.schedule, p, few, grid.chunks) else few
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from config import Config
+from core.config import Config
 from plan import costs
 from plan.printing import table
 

@@ -6,8 +6,8 @@
 The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
 recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. Whether a
 run fits is a probability, so the rank is the step time divided by it: what fits with probability 0.8 has to be 1.25
-times as fast as what surely fits. All are ranked by a lower bound of the time (time.bound_seconds), the best are then
-simulated. Settings given by flags stay fixed.
+times as fast as what surely fits. All are ranked by a lower bound of the time (step_time.bound_seconds), the best are
+then simulated. Settings given by flags stay fixed.
 """
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import config
-import rules
-from config import Config, need
-from plan import costs, time
+from core import config, rules
+from core.config import Config, need
+from plan import costs, step_time
 from plan.machines import MACHINES, Level, Machine, card_of
-from plan.time import Run, stage_parts
+from plan.step_time import Run, stage_parts
 from schedules import SCHEDULES
 
 SURE = 0.99  # what fits with this probability is not tried with more recomputation, which would only be slower
@@ -129,24 +128,24 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
             rejected["step 3: slower"] += len(levels) - len(levels_left)
             if not levels_left:
                 continue
-            stages, saved = None, time.activations(variant)
+            stages, saved = None, step_time.activations(variant)
             if max(saved.values()) > usable:
                 rejected["step 1: does not fit in memory"] += len(levels_left)
                 continue
             for level in levels_left:
                 candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=level))
-                own = sum(time.needed_memory(candidate, saved).values())
-                needed, fits = own + run.constants.reserved, time.probability_of_fit(candidate, own)
+                own = sum(step_time.needed_memory(candidate, saved).values())
+                needed, fits = own + run.constants.reserved, step_time.probability_of_fit(candidate, own)
                 if needed > usable:
                     rejected["step 1: does not fit in memory"] += 1
                     continue
                 if fits > SURE:
                     fitting.add((key, level))
                 stages = stages or stage_parts(variant)
-                step = time.step_seconds(candidate, stages, simulated=False)
+                step = step_time.step_seconds(candidate, stages, simulated=False)
                 found.append(Candidate(candidate, step.seconds, step.parts, needed, fits))
     found.sort(key=lambda candidate: candidate.rank)
-    best = [candidate._replace(**time.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
+    best = [candidate._replace(**step_time.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
     best.sort(key=lambda candidate: candidate.rank)
     rejected["step 3: slower"] += max(0, len(found) - 10)
     return best + found[simulated:], rejected
@@ -170,7 +169,7 @@ def any_fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
         smallest = dict(recompute="full", zero=level) | given
         for variant in variants(run, axes, smallest, Counter()):
             candidate = variant._replace(settings=replaced(variant.settings, "grid", zero=smallest["zero"]))
-            if sum(time.needed_memory(candidate).values()) + run.constants.reserved <= usable:
+            if sum(step_time.needed_memory(candidate).values()) + run.constants.reserved <= usable:
                 return True
     return False
 

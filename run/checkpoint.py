@@ -47,11 +47,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
 
-import config
-from collectives import ALONE, Group, Groups
-from config import need, setting
-from param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
-from run import huggingface, start
+from core import config
+from core.collectives import ALONE, Group, Groups
+from core.config import need, setting
+from core.param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
+from run import cli, huggingface
 from run.ranks import SAVING, agree, gather_objects
 
 LOCK_WAIT_S = 5.0
@@ -203,11 +203,11 @@ class Saver:
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.3g} GB, and "
                                       f"{free / 1e9:.3g} GB are free")
-            need(step or not start.checkpoints_in(self.folder),
+            need(step or not cli.checkpoints_in(self.folder),
                  f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
                  "--resume auto to continue it, or another folder")
             for path in self.folder.glob("step-*"):
-                if start.step_of(path) >= 0 and not (path / "run.json").is_file():  # somebody's, or a copy of a part
+                if cli.step_of(path) >= 0 and not (path / "run.json").is_file():  # somebody's, or a copy of a part
                     set_aside(path, "is no checkpoint: it has no run.json")
             self.begin_at(step)
         except OSError as error:
@@ -226,8 +226,8 @@ class Saver:
     def begin_at(self, step: int) -> None:
         """Rename the checkpoints of later steps than this one."""
         self.newest = step or None
-        for path in start.checkpoints_in(self.folder) if self.group.rank == 0 else ():
-            if start.step_of(path) > step:
+        for path in cli.checkpoints_in(self.folder) if self.group.rank == 0 else ():
+            if cli.step_of(path) > step:
                 set_aside(path, "is of a later step than the one resumed")
 
     def save(self, step: int, run: dict) -> float:
@@ -299,13 +299,13 @@ class Saver:
         """Make the written files a checkpoint, then `latest`, and only then remove old ones: whenever a kill comes,
         what was saved before or this is there."""
         final = self.folder / temporary.name.removeprefix(".writing-")
-        run = run | dict(format=start.CHECKPOINT_FORMAT)
-        write_text(temporary / "run.json", json.dumps(run | {"checksum": start.checksum_of_json(run)}, indent=1))
+        run = run | dict(format=cli.CHECKPOINT_FORMAT)
+        write_text(temporary / "run.json", json.dumps(run | {"checksum": cli.checksum_of_json(run)}, indent=1))
         sync(temporary)
         temporary.rename(final)
         sync(self.folder)
         write_text(self.folder / "latest", final.name + "\n")
-        for old in start.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
+        for old in cli.checkpoints_in(self.folder)[self.keep:] if self.keep else ():
             self.remove(old)
 
     def remove(self, path: Path) -> None:
@@ -442,7 +442,7 @@ def source(path: Path) -> Source:
 def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError for a damaged checkpoint. Only its files number part, part + parts, … are read."""
     try:
-        files = start.read_json(folder)["files"]
+        files = cli.read_json(folder)["files"]
         for name, saved in [*files.items()][part::parts]:
             need(huggingface.is_inside(name), f"{folder}/run.json names {name}, which is outside of its folder")
             file = folder / name
@@ -457,7 +457,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
-    stored, run = open_checkpoint(path)[1].state_dict_metadata, start.read_run(path)
+    stored, run = open_checkpoint(path)[1].state_dict_metadata, cli.read_run(path)
     model = config.Model(**run["model"])
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
@@ -472,7 +472,7 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
 def newest_whole(path: str) -> Path:
     """The checkpoint at this path, or the newest undamaged one in this folder; damaged ones are named on stderr. Raises
     ValueError if there is none."""
-    found = start.checkpoints_at(path, path)
+    found = cli.checkpoints_at(path, path)
     for checkpoint in found:
         try:
             verify(checkpoint)
@@ -501,7 +501,7 @@ def main() -> None:
         export(checkpoint, folder, flags.dtype)
         print(f"exported {checkpoint} to {folder}")
     except (ValueError, OSError) as error:
-        start.refuse(error, "run.checkpoint")
+        cli.refuse(error, "run.checkpoint")
 
 
 if __name__ == "__main__":

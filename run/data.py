@@ -51,11 +51,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import config
-from collectives import to_device
-from config import need, setting
-from param import IGNORED
-from run.start import refuse
+from core import config
+from core.collectives import to_device
+from core.config import need, setting
+from core.param import IGNORED
+from run.cli import refuse
 
 BLOCK = 2**22  # tokens that are read at a time to find those outside of the vocabulary
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes

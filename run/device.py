@@ -3,9 +3,9 @@ import os
 
 import torch
 
-import config
-from config import need
-from param import DTYPES
+from core import config
+from core.config import need
+from core.param import DTYPES
 from plan import memory
 from plan.memory import format_bytes
 

@@ -34,13 +34,12 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no public group without peers
 
-import collectives
-import config
 import ep
-from collectives import Group, Groups, Pending
-from groups import build_groups
+from core import collectives, config
+from core.collectives import Group, Groups, Pending
+from core.groups import build_groups
 from plan.memory import format_bytes
-from run import start
+from run import cli
 from run.data import MicroBatch, Samples
 from run.device import check_device, memory_of_rank
 from run.log import first_lines
@@ -176,7 +175,7 @@ def main(settings: config.Config, measured_step: Callable[..., DryRun]) -> None:
     try:
         check_device(settings, torch.device("cpu"))
     except ValueError as error:
-        start.refuse(error)
+        cli.refuse(error)
     with fake_world(ranks, me):
         groups = build_groups(settings.grid, settings.model)
         print(first_lines(settings, groups, f"none (dry run), {ranks:,} ranks"), flush=True)

@@ -45,10 +45,9 @@ from typing import Any, NoReturn, TextIO
 import torch
 import torch.distributed as dist
 
-import config
-from collectives import MAX, Call, Group, Groups, all_gather, all_reduce, to_device
+from core.collectives import MAX, Call, Group, Groups, all_gather, all_reduce, to_device
+from run.cli import say, tell_torchrun
 from run.ranks import record
-from run.start import say, tell_torchrun
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
@@ -398,7 +397,7 @@ def reason(error: Exception) -> str:
 def innermost_line() -> str:
     """The innermost line of the project's files that the main thread executes now, as words."""
     frame = sys._current_frames()[threading.main_thread().ident]
-    folder = os.path.dirname(config.__file__)
+    folder = os.path.dirname(os.path.dirname(__file__))
     while frame.f_back and not frame.f_code.co_filename.startswith(folder):
         frame = frame.f_back
     return f"in {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name}"

@@ -1,7 +1,8 @@
 """Published models, in and out: folders with config.json and safetensors, as Hugging Face's transformers has them.
 
     read_config    config.json -> fields of config.Model
-    source         *.safetensors -> a source (param.py): a rank reads the boxes that it has, never a whole parameter
+    source         *.safetensors -> a source (core/param.py): a rank reads the boxes that it has, never a whole
+                   parameter
     export         a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
 
 Names differ, and so does the way experts are stored: ours are stacked, on disk each has its own matrices. Reading and
@@ -12,7 +13,7 @@ writing both follow `tensors_on_disk`, which says what box of a parameter each t
                                rows F .. 2F   0.up_proj      1.up_proj      model.layers.7.mlp.experts.1.up_proj.weight
 
 What config.json asks for and our model has not is refused, and so is the export of a model that no class of
-transformers computes. run/start.py reads config.json before torch is imported: only functions import torch here.
+transformers computes. run/cli.py reads config.json before torch is imported: only functions import torch here.
 
 Shapes: E experts, F ffn, H hidden.
 """
@@ -29,12 +30,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import flag, is_of_kind, need, problem_of
+from core.config import flag, is_of_kind, need, problem_of
 
 if TYPE_CHECKING:
     import torch
 
-    from param import Box, Source, Spec
+    from core.param import Box, Source, Spec
 
 # ---- transformers' names, and what its classes compute --------------------------------------------------------------
 
@@ -341,7 +342,7 @@ def source(folder: str) -> Source:
     import torch
     from safetensors import SafetensorError
 
-    from param import box_shape
+    from core.param import box_shape
     (files, architecture), opened = weights_in(folder), {}
 
     def read(name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -459,7 +460,7 @@ def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:
 
 
 def bytes_on_disk(spec: Spec, box: Box, dtype: torch.dtype) -> int:
-    from param import box_shape
+    from core.param import box_shape
     return math.prod(box_shape(box)) * dtype_on_disk(spec, dtype).itemsize
 
 
@@ -484,7 +485,7 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from param import box_shape
+    from core.param import box_shape
     tensors = {}
     for name, (spec, box) in shard.items():
         values = source(spec, box).to("cpu", dtype_on_disk(spec, dtype))

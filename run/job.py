@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-import collectives
-import config
-from collectives import ALONE, MAX, Group, Groups, all_reduce
-from config import need
-from param import IGNORED, Source, Spec, draw
+from core import collectives, config
+from core.collectives import ALONE, MAX, Group, Groups, all_reduce
+from core.config import need
+from core.param import IGNORED, Source, Spec, draw
 from plan import search
 from pp import profile_range
-from run import checkpoint, device, faults, huggingface, sampling, start
+from run import checkpoint, cli, device, faults, generate, huggingface
 from run.checkpoint import Saver
 from run.data import Codec, Corpus, MicroBatch, Samples, codec_of, open_samples
 from run.log import GradientNoise, Log, profiling
@@ -121,9 +120,9 @@ class Run:
         ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
         self.optimizer, settings, asked, saved = optimizer, self.settings, self.settings.run, {}
         if asked.resume:
-            found = agree(lambda: start.candidates(asked.resume, asked.out), self.host)
+            found = agree(lambda: cli.candidates(asked.resume, asked.out), self.host)
             self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
-            saved = start.read_run(self.resumed)
+            saved = cli.read_run(self.resumed)
             agree(lambda: check_data(self.training, saved, settings), self.host)
             restore(self, self.resumed, saved)
         else:
@@ -211,7 +210,7 @@ def started(settings: config.Config) -> Iterator[Run]:
         training = open_samples(settings, settings.data.data, settings.optim.seed)
         validation = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     except ValueError as error:
-        start.refuse(error)
+        cli.refuse(error)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     try:
@@ -225,7 +224,7 @@ def started(settings: config.Config) -> Iterator[Run]:
                 yield Run(settings, training, validation, chosen, reason, state, stop, watchdog)
             except ValueError as error:
                 if state.activity == BEFORE:
-                    start.refuse(error)
+                    cli.refuse(error)
                 raise
             stop.ending = True
     except Exception as error:
@@ -419,7 +418,7 @@ def finish(run: Run) -> None:
     if asked.sample and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
         if run.codec:
-            sampling.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
+            generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
         elif log.is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
 
@@ -470,13 +469,13 @@ def rewind(run: Run) -> None:
                              f"leave out these samples, with --rewind{f' {asked.rewind + 1}' if asked.rewind else ''}")
     state.activity = f"going back from step {state.step}"
     run.saver.finish()
-    paths = [path for path in start.checkpoints_in(asked.out) if start.step_of(path) <= step]
+    paths = [path for path in cli.checkpoints_in(asked.out) if cli.step_of(path) <= step]
     paths, *_ = gather_objects(paths, run.host)  # those that the first rank sees
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
     path = find_whole(paths, run.host)
     left_out, rewinds = [*state.left_out, [samples.start, last.stop]], state.rewinds + 1
-    restore(run, path, start.read_run(path))
+    restore(run, path, cli.read_run(path))
     state.left_out, state.rewinds = left_out, rewinds
     guard.streak.clear()
     run.saver.begin_at(state.step)

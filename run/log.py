@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-import config
-from collectives import ALONE, Groups, all_reduce
-from groups import AXES
-from param import DTYPES, Spec, is_first_replica
+from core import config
+from core.collectives import ALONE, Groups, all_reduce
+from core.groups import AXES
+from core.param import DTYPES, Spec, is_first_replica
 from plan import costs, machines
 from plan.memory import format_bytes
+from run.cli import METRIC, is_stdout, say
 from run.device import memory_of_rank, uses_kernels
-from run.start import METRIC, is_stdout, say
 
 
 class Log:

@@ -18,7 +18,7 @@ from functools import cache
 
 import torch
 
-from collectives import Pending
+from core.collectives import Pending
 
 
 class Copied:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import collectives
-from collectives import ALONE, Call, Group
+from core import collectives
+from core.collectives import ALONE, Call, Group
 
 SAVING = "checkpoint"  # the name of the thread that saves
 

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import need, read_known, setting
-from run.start import refuse
+from core.config import need, read_known, setting
+from run.cli import refuse
 from schedules import SCHEDULES, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
 
 COLORS = {"F": ("#7aa6da", 110, "forward"), "B": ("#8cc98c", 114, "backward"),  # SVG, terminal, legend

@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from sharding import wait_and_settle
 
-import collectives
-import config
 import train
-from collectives import Pending
+from core import collectives, config
+from core.collectives import Pending
 from run import job
 from run.meter import Meter
 

@@ -15,17 +15,16 @@ from pool import slow
 from program import ROOT, python
 from watch import in_order
 
-import config
 import flash
 import fp8
 import kernels
-import param
 from bench import __main__ as bench
 from bench import check, gpu_rows, smoke, training
 from bench import gpu as bench_gpu
 from bench import kernels as bench_kernels
 from bench import rows as bench_rows
 from bench.rows import Report, Result, Row
+from core import config, param
 from run import device, job
 from zero import Optimizer
 

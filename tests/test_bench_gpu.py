@@ -27,12 +27,12 @@ import torch
 from program import ROOT
 from torch.distributed.run import get_args_parser
 
-import config
 from bench import __main__ as bench
 from bench import gpu, gpu_rows, probe_gpu, smoke, training
 from bench import rows as bench_rows
 from bench.gpu import Program
 from bench.rows import Result, Row
+from core import config
 from plan.memory import memory_of_rank
 from run import device
 

@@ -30,18 +30,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from watch import in_order
 
-import config
-import rules
 import train
-from collectives import ALONE
+from core import rules
+from core.collectives import ALONE
 from plan import search
-from run import checkpoint, data, job, sampling, start
+from run import checkpoint, cli, data, generate, job
 from run.data import Corpus, codec_of
 from run.log import Log
 from run.meter import Meter
 from run.ranks import host_group
 
-ROOT = os.path.dirname(config.__file__)
+ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
 ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --chunks 0 --ep 1 "
        "--zero 0")  # the grid of one process: else a resumed run has the checkpoint's
@@ -80,7 +79,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
     ends = [folder / "step-000006" for folder in (straight, resumed)]
     want, got = map(tensors, ends)
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    want, got = map(start.read_run, ends)
+    want, got = map(cli.read_run, ends)
     assert {*got["files"], "run.json"} == {path.name for path in ends[1].iterdir()}  # of all ranks
     assert want | dict(files=[], settings=[]) == got | dict(files=[], settings=[])
     lines = [metrics(Path(f"{folder}.jsonl")) for folder in (straight, resumed)]
@@ -464,41 +463,41 @@ def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, toke
     """The data axis fills, a setting that does not fit is said to be the checkpoint's, the published model is kept."""
     pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path} --dp 2 --tp 2")
     forge(tmp_path / "step-000001" / "run.json", published="weights")
-    assert start.parse(f"--resume auto --out {tmp_path}".split(), 8).grid.dp == 4
+    assert cli.parse(f"--resume auto --out {tmp_path}".split(), 8).grid.dp == 4
     pool.run(2, "runs:run", flags=f"--resume auto --out {tmp_path} --steps 2 --warmup 0")
-    run = start.read_run(tmp_path / "step-000002")
+    run = cli.read_run(tmp_path / "step-000002")
     assert (run["grid"]["dp"], run["grid"]["tp"], run["published"]) == (1, 2, "weights")
     with pytest.raises(ValueError, match=r"^--tp 2 .* \(--tp is the checkpoint's: give another\)$"):
-        start.parse(f"--resume auto --out {tmp_path}".split(), 1)
+        cli.parse(f"--resume auto --out {tmp_path}".split(), 1)
     with pytest.raises(ValueError, match=r"^--tp 4 .* --nproc_per_node\)$"):
-        start.parse(f"--resume auto --out {tmp_path} --tp 4".split(), 1)
-    start.parse(f"--resume auto --out {tmp_path} --tp 1".split(), 1)
+        cli.parse(f"--resume auto --out {tmp_path} --tp 4".split(), 1)
+    cli.parse(f"--resume auto --out {tmp_path} --tp 1".split(), 1)
 
 
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     """But for what belongs to one start of a run."""
     with had(trained, insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d"):
-        settings = start.parse(f"--resume {trained} --lr 0.5".split())
+        settings = cli.parse(f"--resume {trained} --lr 0.5".split())
     assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
     assert settings.run.resume == settings.run.out == str(trained) and settings.batch.global_batch == 8
     assert not any((settings.run.insist, settings.run.init_from, settings.run.export_hf, settings.run.profile,
                     settings.run.memory_snapshot))
-    settings = start.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --insist".split())
+    settings = cli.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --insist".split())
     assert (settings.model.preset, settings.model.layers, settings.model.hidden) == ("qwen3-0.6b", 28, 64)
     assert settings.model.qk_norm and settings.batch.global_batch == 8
 
 
 def forge(file: Path, **values) -> None:
     """Change values of a run.json, or with None remove them. Its checksum stays right."""
-    run = start.read_json(file.parent)
+    run = cli.read_json(file.parent)
     for name, value in values.items():
         run[name] = run[name] | value if isinstance(value, dict) else value
     run = {name: value for name, value in run.items() if value is not None}
-    file.write_text(json.dumps(run | {"checksum": start.checksum_of_json(run)}))
+    file.write_text(json.dumps(run | {"checksum": cli.checksum_of_json(run)}))
 
 
 FORGED = {  # what is said of a run.json -> changes of it, of which each is said so
-    "/run.json has no {name}": [(name, None) for name in sorted(start.CONTENT.keys() - {"files"})],
+    "/run.json has no {name}": [(name, None) for name in sorted(cli.CONTENT.keys() - {"files"})],
     "/run.json is damaged or cannot be read": [("files", None)],
     " has format {value}, and this version reads 1": [("format", None), ("format", "1")],
     "/run.json names {setting}, which is outside of its folder": [
@@ -529,8 +528,8 @@ def test_a_run_json_of_another_version_or_kind_is_named_or_passed_over(trained, 
         assert refused(monkeypatch, capsys, "export", forged, "hf").startswith(f"run.checkpoint: {line}")
         if (name, type(value)) != ("files", dict):  # which is found when files are read
             with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-                start.parse(f"--resume {forged}".split())
-            assert start.resumed_run("auto", str(tmp_path))["step"] == 2
+                cli.parse(f"--resume {forged}".split())
+            assert cli.resumed_run("auto", str(tmp_path))["step"] == 2
 
 
 def test_a_run_goes_on_in_its_folder_from_anywhere_and_a_copy_of_it_in_none(tokens, tmp_path, monkeypatch):
@@ -543,10 +542,10 @@ def test_a_run_goes_on_in_its_folder_from_anywhere_and_a_copy_of_it_in_none(toke
     monkeypatch.chdir(ROOT)
     link.symlink_to(out)
     for same in out, link, os.path.relpath(out):
-        settings = start.parse(f"--resume {same}".split())
+        settings = cli.parse(f"--resume {same}".split())
         assert settings.data.data == settings.data.val_data == [tokens] and settings.run.out == str(out)
         assert settings.run.metrics == os.path.join(os.path.dirname(tokens), "m")
-    settings = start.parse(f"--resume {shutil.copytree(out, copy)} --steps 3".split())
+    settings = cli.parse(f"--resume {shutil.copytree(out, copy)} --steps 3".split())
     assert settings.run.out == settings.run.metrics == "" and settings.run.save_every == 0
     said = run(f"--resume {out}/step-000002 --out {link} --steps 6 --save-every 1 --sample 2")
     assert "trained 6 steps" in said and not (out / "step-000002").exists()
@@ -554,8 +553,8 @@ def test_a_run_goes_on_in_its_folder_from_anywhere_and_a_copy_of_it_in_none(toke
 
 def had(trained: Path, **settings):
     """Lets the run in `trained` have had these settings."""
-    run = start.read_run(trained / "step-000002")
-    return patch.object(start, "read_run", lambda path: run | {"settings": run["settings"] | settings})
+    run = cli.read_run(trained / "step-000002")
+    return patch.object(cli, "read_run", lambda path: run | {"settings": run["settings"] | settings})
 
 
 def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
@@ -563,12 +562,12 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments[2:]))
     for ranks in "1", "4":
         monkeypatch.setenv("WORLD_SIZE", ranks)
-        sampling.main([str(trained), "--prompt", "a"])
+        generate.main([str(trained), "--prompt", "a"])
     with had(trained, dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_zigzag="document", cp_ulysses=2, tp=4, sp="async",
              pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, recompute="full", micro_batch=4,
              global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
              val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1):
-        settings, on_four = start.parse(called[0]), start.parse(called[1], 4)
+        settings, on_four = cli.parse(called[0]), cli.parse(called[1], 4)
     assert replace(settings.grid, cp_style="allgather") == rules.parse([]).grid
     assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
     assert settings.data.val_data == [] and settings.optim.optimizer == "sgd" and settings.precision.moments != "bf16"
@@ -580,7 +579,7 @@ def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained)
     with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4,
              recompute="full", micro_batch=2, global_batch=16):
         for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
-            settings, _ = search.fill_grid(start.parse(f"{flags} {more}".split(), ranks), ranks,
+            settings, _ = search.fill_grid(cli.parse(f"{flags} {more}".split(), ranks), ranks,
                                            search.this_machine(ranks))
             grid = settings.grid
             assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks

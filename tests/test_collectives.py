@@ -14,7 +14,7 @@ import torch.distributed as dist
 from grids import DEEPSEEK, LATENT, MIXTRAL, everyone, for_each
 from program import ROOT, python
 
-import collectives
+from core import collectives
 from run import dryrun, ranks
 from run.data import MicroBatch
 
@@ -257,7 +257,7 @@ def test_numbers_of_a_gpu_are_copied_to_pinned_memory_and_waited_for_when_they_a
 
 
 @pytest.mark.parametrize("words, path", [
-    (["zero.py"], "zero.py"), (["-m", "learn.collectives"], "learn/collectives.py")])
+    (["zero.py"], "zero.py"), (["-m", "learn.written_out"], "learn/written_out.py")])
 def test_a_file_without_flags_refuses_them_and_explains_itself(words, path):
     wrong = python(*words, "--pp", "2")
     assert (wrong.returncode, wrong.stdout) == (2, "") and "error: unrecognized arguments: --pp 2\n" in wrong.stderr

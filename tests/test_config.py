@@ -14,10 +14,9 @@ import pytest
 from program import ROOT, python
 from torch.distributed.run import get_args_parser
 
-import config
-import rules
+from core import config, rules
 from plan import costs
-from run import start
+from run import cli
 
 LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
 WRONG = [  # ranks, command line, what the line must say; but for those that rules.every_rule, choices or ranges refuse
@@ -83,7 +82,7 @@ WRONG = [  # ranks, command line, what the line must say; but for those that rul
 def what_is_said(line: str, ranks: int = 0) -> str:
     """Why a command line is refused, by default on 8 ranks or for a dry run; "" if it is not."""
     try:
-        start.parse(line.split(), ranks or (1 if "--dry-run" in line else 8))
+        cli.parse(line.split(), ranks or (1 if "--dry-run" in line else 8))
     except ValueError as error:
         return str(error)
     return ""
@@ -411,7 +410,7 @@ LAUNCHED = dict(WORLD_SIZE="2", RANK="0", MASTER_PORT="29500", MASTER_ADDR="loca
 def test_what_a_launcher_sets_wrongly_is_one_clear_line(monkeypatch, wrong):
     monkeypatch.setattr(os, "environ", LAUNCHED | dict([wrong.split("=")]))
     with pytest.raises(ValueError, match=f"(^| ){wrong}[ :].*start ranks with torchrun, which sets (it|them)$"):
-        start.ranks_started()
+        cli.ranks_started()
 
 
 def test_without_a_standard_output_and_a_current_folder_a_mistake_is_one_line(tmp_path):
@@ -423,7 +422,7 @@ def test_without_a_standard_output_and_a_current_folder_a_mistake_is_one_line(tm
 def command_line(monkeypatch, ranks: int, line: str | list[str], **environment: str) -> config.Config:
     monkeypatch.setattr(os, "environ", LAUNCHED | dict(WORLD_SIZE=str(ranks)) | environment)
     monkeypatch.setattr("sys.argv", ["train.py", *(line.split() if isinstance(line, str) else line)])
-    return start.from_command_line()
+    return cli.from_command_line()
 
 
 @pytest.mark.parametrize("ranks, line, axes", [
@@ -433,8 +432,8 @@ def command_line(monkeypatch, ranks: int, line: str | list[str], **environment: 
     (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1)),
     (8, "--resume auto --out no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
-    monkeypatch.setattr(start.huggingface, "read_config", lambda folder: dict(layers=4))
-    monkeypatch.setattr(start.huggingface, "check_weights", lambda *_: None)
+    monkeypatch.setattr(cli.huggingface, "read_config", lambda folder: dict(layers=4))
+    monkeypatch.setattr(cli.huggingface, "check_weights", lambda *_: None)
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
     assert settings.grid_is_example == (axes in ((2, 2, 2), (2, 2, 1)))
@@ -447,7 +446,7 @@ def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, a
 def test_with_a_gpu_for_each_rank_the_model_is_not_a_toy(monkeypatch, tmp_path, line, visible, hidden):
     for number in range(8):
         (tmp_path / str(number)).mkdir()
-    monkeypatch.setattr(start, "GPUS", str(tmp_path))
+    monkeypatch.setattr(cli, "GPUS", str(tmp_path))
     settings = command_line(monkeypatch, 8, line, LOCAL_WORLD_SIZE="8", **visible)
     assert settings.model.hidden == hidden and (settings.batch.seq == 2048) == (hidden == 1024)
 
@@ -456,7 +455,7 @@ def test_with_a_gpu_for_each_rank_the_model_is_not_a_toy(monkeypatch, tmp_path, 
 def test_of_every_node_the_first_rank_says_what_is_wrong(local_rank, said, monkeypatch, capsys):
     """Rank 8 is the first of the second node. Its torchrun cannot be told."""
     monkeypatch.setattr(os, "environ", dict(RANK="8", LOCAL_RANK=local_rank, TORCHELASTIC_ERROR_FILE="/no/folder/e"))
-    with patch.object(os, "_exit") as ended, patch.object(start.time, "sleep"):
-        start.refuse(ValueError("wrong"))
+    with patch.object(os, "_exit") as ended, patch.object(cli.time, "sleep"):
+        cli.refuse(ValueError("wrong"))
     ended.assert_called_once_with(2)
     assert capsys.readouterr().err == said

@@ -15,18 +15,16 @@ from pool import slow
 from torch._subclasses import FakeTensorMode
 from watch import Watch, in_order, noted, waits
 
-import collectives
-import config
 import cp
-import rules
 import sdpa
 import train
-from collectives import ALONE
-from config import CP_STYLES, padded_length
+from core import collectives, config, rules
+from core.collectives import ALONE
+from core.config import CP_STYLES, padded_length
+from core.groups import build_groups
+from core.param import acc_dtype
 from cp import STYLES, context_parallel
-from groups import build_groups
 from operations import CAUSAL, MATH, AttentionKernel, Mask
-from param import acc_dtype
 from run import device
 from run.data import MicroBatch
 from run.meter import Meter

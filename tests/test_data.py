@@ -13,7 +13,7 @@ import torch
 import transformers
 from runs import run
 
-import rules
+from core import rules
 from run import data
 from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
 

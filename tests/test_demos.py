@@ -7,9 +7,9 @@ import re
 import grids
 import pytest
 
-import rules
 import train
-from groups import build_groups
+from core import rules
+from core.groups import build_groups
 
 LINEAR, INPUT = 2 * 256 * 128 * 128, 256 * 128 * 4  # recompute.py: FLOPs of a matmul, bytes of a layer's input
 P = 12 * 256**2  # zero.py: weights of 2 bytes, gradients of 4, optimizer state of 12
@@ -37,7 +37,7 @@ SHOWN = [  # file, ranks, what some line has
     ("sdpa", 1, [f"{dtype:10s}128  causal      flash_for_cpu     flash_for_cpu" for dtype in ("float32", "float64")]),
     ("model", 1, [f"The tiny Llama, {2 * 257 * 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 352) + 2 * 128) + 128:,} ",
                   "guessing ln 257 = 5.549"]),
-    ("latent", 1, ["128 heads     576 numbers", " 32 heads   8,192 numbers"]),  # 512 + 64; 2 x 32 x 128
+    ("mla", 1, ["128 heads     576 numbers", " 32 heads   8,192 numbers"]),  # 512 + 64; 2 x 32 x 128
     ("muon", 1, ["each shard of 2 ranks orthogonalised alone: 71% off"]),
 ]
 

@@ -12,9 +12,9 @@ from torch import nn
 from watch import in_order
 
 import dp
-from collectives import ALONE
+from core.collectives import ALONE
+from core.param import Spec
 from dp import Bucket, assign_to_buckets
-from param import Spec
 from run import dryrun
 
 

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from program import python
 
-import collectives
-import config
 import ep
-import rules
 import train
-from collectives import Pending
-from groups import build_groups
+from core import collectives, config, rules
+from core.collectives import Pending
+from core.groups import build_groups
 from plan import costs
 from plan.memory import format_bytes
 from recompute import CheckpointArena

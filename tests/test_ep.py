@@ -13,15 +13,13 @@ from pool import slow
 from torch.utils._pytree import tree_leaves
 from watch import Watch, in_order, reads_values
 
-import collectives
-import config
 import ep
-import rules
 import train
 import zero
-from collectives import ALONE
+from core import collectives, config, rules
+from core.collectives import ALONE
+from core.param import draw, parameter, shard_slice
 from model import ForwardContext, MixtureOfExperts
-from param import draw, parameter, shard_slice
 from plan import costs
 from recompute import Recompute
 from run import job

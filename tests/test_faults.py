@@ -26,15 +26,13 @@ from program import python
 from runs import metrics, tensors
 from watch import in_order
 
-import collectives
-import config
-import rules
 import train
 import zero
-from run import checkpoint, faults, job, ranks, start
+from core import collectives, rules
+from run import checkpoint, cli, faults, job, ranks
 from run.ranks import Call, meet
 
-ROOT = Path(config.__file__).parent
+ROOT = Path(__file__).parent.parent
 SMALL = (f"--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --warmup 2 --global-batch 12 --sample= --dtype fp64 "
          f"--data {ROOT}/train.py")
 
@@ -200,7 +198,7 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, 
     pool.run(2, "test_faults:run", flags=f"{flags}/straight", state=job.RunState(left_out=left_out))
     want, got = (tensors(tmp_path / name / "step-000012") for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    written = start.read_run(str(tmp_path / "out" / "step-000012"))
+    written = cli.read_run(str(tmp_path / "out" / "step-000012"))
     samples = 12 * 12 + sum(end - start for start, end in left_out)
     assert (written["samples"], written["left_out"], written["rewinds"]) == (samples, left_out, times)
     assert sorted(path.name[:21] for path in (tmp_path / "out").glob("*step-*")) == folders
@@ -595,10 +593,10 @@ def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
     assert left_over(tmp_path, 60) == [] and time.monotonic() - began < 100
     if where == "loading" and fault == "kill-parent":  # with torchrun its store has gone: ranks cannot find each other
         return
-    newest = start.checkpoints_in(tmp_path / "out")[0]
+    newest = cli.checkpoints_in(tmp_path / "out")[0]
     checkpoint.verify(newest)
     if fault != "kill-parent":
-        assert f"ended after {start.step_of(newest)} of 4000 steps, as asked" in out
+        assert f"ended after {cli.step_of(newest)} of 4000 steps, as asked" in out
         assert "train.py:" not in err and "exitcode" not in err
 
 
@@ -689,7 +687,7 @@ def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_
     assert 3 <= len(warnings) <= 4  # step 3 may have been on its way
     assert all(f"the checkpoint of step {step} could not be saved" in line
                for step, line in zip((6, 5, 4, 3), reversed(warnings)))
-    whole = start.checkpoints_in(folder if fault is fill_disk else tmp_path / "out-gone")
+    whole = cli.checkpoints_in(folder if fault is fill_disk else tmp_path / "out-gone")
     assert whole
     for path in whole:
         checkpoint.verify(path)
@@ -721,6 +719,6 @@ def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path):
     out, err = finished(process, timeout_s=1200)
     assert process.returncode == 0 and out.count("fault at") == count, err
     pool.run(4, "test_faults:run", flags=f"{flags} --out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl")
-    want, got = (tensors(start.checkpoints_in(tmp_path / name)[0]) for name in ("straight", "out"))
+    want, got = (tensors(cli.checkpoints_in(tmp_path / name)[0]) for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl") and left_over(tmp_path) == []

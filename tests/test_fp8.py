@@ -25,23 +25,20 @@ from pool import Pool, slow
 from torch._subclasses import FakeTensorMode
 from watch import Watch, in_order
 
-import collectives
-import config
 import ep
 import fp8
 import fp8_kernels
-import gradients
 import kernels
-import rules
 import tp
 import train
-from config import FP8_RECIPES
+from core import collectives, config, gradients, rules
+from core.config import FP8_RECIPES
 from fp8 import BLOCK, E4M3, E5M2, SMALLEST, Fp8, Fp8Experts, Quantised, dequantise, quantise, to_fp8
 from plan.memory import activation_bytes
 from run import device
 from run.data import open_samples
+from run.generate import sample
 from run.meter import Meter
-from run.sampling import sample
 from test_tp import PairOfLayers, normal, weight
 from tp import MATMUL, Column, Row, TensorParallel
 
@@ -523,7 +520,8 @@ def test_a_gpu_multiplies_any_number_of_rows(monkeypatch, name, rows):
 @gpu
 def test_a_gpu_computes_what_a_cpu_emulates():
     run("""
-import torch, config, fp8
+import torch, fp8
+from core import config
 x, w = torch.randn(300, 512).bfloat16(), torch.randn(256, 512).bfloat16()
 for name, recipe in config.FP8_RECIPES.items():
     mm = fp8.Fp8(recipe, torch.float32)

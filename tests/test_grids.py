@@ -16,7 +16,7 @@ from grids import DEEPSEEK, LATENT, MIXTRAL
 from pool import Pool
 from program import ROOT
 
-import rules
+from core import rules
 
 GRIDS = [
     (1, "--micro-batch 8"),

@@ -9,11 +9,8 @@ from grids import MIXTRAL
 from pool import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import collectives
-import config
-import groups
-import rules
 import train
+from core import collectives, config, groups, rules
 from run import dryrun
 from run.meter import Meter
 from schedules import SCHEDULES, Transfer, lower, make_plan

@@ -93,5 +93,5 @@ def test_help_of_a_part_of_bench_is_about_that_part(part):
 
 def test_a_prompt_may_be_help(tmp_path):
     """Sampling then looks for its checkpoint."""
-    done = python("-m", "run.sampling", tmp_path / "none", "--prompt", "--help", timeout=SECONDS)
+    done = python("-m", "run.generate", tmp_path / "none", "--prompt", "--help", timeout=SECONDS)
     assert done.returncode == 2 and os.fspath(tmp_path / "none") in done.stderr

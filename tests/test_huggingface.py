@@ -22,13 +22,12 @@ from grids import NO_GROUPS
 from program import ROOT
 from watch import noted
 
-import config
-import rules
+from core import config, rules
+from core.param import Source, Spec, box_shape
 from model import Execution, Llama
-from param import Source, Spec, box_shape
-from run import huggingface, job, start
+from run import cli, huggingface, job
+from run.generate import sample
 from run.huggingface import INDEX
-from run.sampling import sample
 from zero import Optimizer
 
 SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=56, num_hidden_layers=3, num_attention_heads=6,
@@ -403,10 +402,10 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
         safetensors.torch.save_file(weights | more, path)
         says = f"^{folder}: has {sorted(more)[0]} and 1 more tensors, which the model does not use: give --insist"
         with pytest.raises(ValueError, match=says):
-            start.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder)])
-        start.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--insist"])
+            cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder)])
+        cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--insist"])
     with pytest.raises(ValueError, match=r"has model\.layers\.2\.\S+ and \d+ more tensors"):
-        start.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
+        cli.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
 
 
 def test_a_weight_that_the_published_model_has_not_is_refused(published):
@@ -524,9 +523,9 @@ def test_tokens_and_tokenizer_are_those_of_the_published_model(published, tmp_pa
 def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published("llama"), "model")
-    start.parse(f"--data {__file__} --export-hf out --out run --init-from model".split())
+    cli.parse(f"--data {__file__} --export-hf out --out run --init-from model".split())
     with pytest.raises(ValueError, match=f"^{says}"):
-        start.parse(f"--data {__file__} {flags}".split())
+        cli.parse(f"--data {__file__} {flags}".split())
 
 
 @pytest.mark.parametrize("flags, architecture", [

@@ -18,9 +18,9 @@ import fp8
 import fp8_kernels
 import kernels
 import operations
-import rules
 import tp
-from param import IGNORED
+from core import rules
+from core.param import IGNORED
 from run.device import check_device
 from run.meter import Meter
 from tp import cross_entropy

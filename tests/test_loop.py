@@ -16,11 +16,10 @@ from pool import slow
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from watch import Watch, in_order, reads_values
 
-import config
 import cp
-import rules
 import train
 from bench import __main__ as bench
+from core import config, rules
 from plan import costs
 from run import checkpoint, faults, job, log
 from run.data import Samples, open_samples
@@ -341,5 +340,5 @@ def test_bytes_in_the_metrics_are_those_of_the_step_by_axis(pool, corpora, tmp_p
         if flags == everything:
             keys = {key for record in runs.metrics(corpora / "metrics") for key in record}
             assert keys == METRICS
-    page = Path(config.__file__).with_name("docs").joinpath("RUNNING.md").read_text()
+    page = Path(train.__file__).with_name("docs").joinpath("RUNNING.md").read_text()
     assert all(name in page for name in METRICS)

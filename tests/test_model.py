@@ -9,17 +9,16 @@ from grids import NO_GROUPS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from watch import Watch
 
-import config
-import rules
 import train
+from core import config, rules
+from core.param import draw
 from model import Execution, Llama
 from operations import Mask, rotary_angles
-from param import draw
 from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, visible_keys
 from plan.machines import peak_flops
+from run.generate import KVCache, sample
 from run.huggingface import config_of
 from run.meter import Meter
-from run.sampling import KVCache, sample
 from zero import Optimizer
 
 

@@ -5,11 +5,11 @@ import runs
 import torch
 from safetensors.torch import load_file
 
-import param
 import train
+from core import param
 from run import job
 from run.data import MicroBatch
-from run.sampling import sample
+from run.generate import sample
 
 SMALL = f"{grids.TINY} --seq 12 --global-batch 4 --dtype fp32 --sample="
 

@@ -9,17 +9,17 @@ from sharding import Unit
 from watch import in_order
 
 import muon
-import rules
 import train
-from collectives import sent
-from groups import build_groups
+from core import rules
+from core.collectives import sent
+from core.groups import build_groups
+from core.param import Spec
 from muon import ITERATIONS, orthogonalize, orthogonalize_flops
-from param import Spec
+from optimizers import UpdateRule
 from plan import costs
 from run.dryrun import fake_tensors, fake_world
 from run.meter import Meter
 from test_grids import cases, equals_one_process
-from update import UpdateRule
 from zero import Optimizer
 
 GRIDS = [

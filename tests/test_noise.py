@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from collectives import ALONE
-from param import Spec, draw, parameter
+from core.collectives import ALONE
+from core.param import Spec, draw, parameter
 from run.log import GradientNoise, solve
 from zero import LossScale, Optimizer
 

@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import recompute
-import rules
 import train
-from param import DTYPES
+from core import rules
+from core.param import DTYPES
 from run import offload
 from run.data import MicroBatch
 from run.meter import Meter

@@ -10,17 +10,16 @@ import pytest
 import torch
 from program import ROOT
 
-import config
 import cp
 import ep
 import flash
 import operations
-import rules
 import tp
 import train
+from core import config, rules
+from core.param import parameter
 from cp import choose_attention
 from operations import Mask
-from param import parameter
 from run.device import check_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")

@@ -160,8 +160,9 @@ def test_each_line_is_on_its_page_once_as_prose_or_as_code_and_prose_is_escaped(
 
 
 def test_a_name_leads_to_its_definition(made):
-    line = (pages.ROOT / "collectives.py").read_text().splitlines().index("class Pending:") + 1
-    assert f'<a href="collectives.html#L{line}" title="class Pending:&#10;A collective in flight' in made["tp.html"]
+    line = (pages.ROOT / "core/collectives.py").read_text().splitlines().index("class Pending:") + 1
+    link = f'<a href="core.collectives.html#L{line}" title="class Pending:&#10;A collective in flight'
+    assert link in made["tp.html"]
 
 
 def test_pages_are_not_written_into_a_file(capsys):

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import gradients
-import param
-from collectives import done
-from param import Spec, boxes, draw, is_first_replica, local_box, parameter
+from core import gradients, param
+from core.collectives import done
+from core.param import Spec, boxes, draw, is_first_replica, local_box, parameter
 
 # One example of each kind of axis: (Spec, axes of the grid, how many ranks have each element).
 EXAMPLES = {

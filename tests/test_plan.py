@@ -18,19 +18,18 @@ import grids
 import pytest
 from program import ROOT
 
-import config
 import muon
 import plan.__main__
 import plan.memory
-import plan.time
-import rules
+import plan.step_time
 import schedules
 import train
+from core import config, rules
+from core.groups import members_of_axes
 from dp import assign_to_buckets
-from groups import members_of_axes
 from plan import costs, machines, scaling, search
 from plan.machines import MACHINES, Level, Machine
-from plan.time import Code, Run, Seconds
+from plan.step_time import Code, Run, Seconds
 
 
 def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
@@ -100,7 +99,7 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", config.OPTIMIZERS)
 def test_the_optimizers_memory_is_that_of_its_buckets_state(optimizer, dtype):
-    """Of every optimizer that config.py declares; fp32 weights are their own master weights."""
+    """Of every optimizer that core/config.py declares; fp32 weights are their own master weights."""
     settings = rules.parse(f"{grids.TINY} --dtype {dtype} --optimizer {optimizer} --data {__file__}".split())
     *_, built = grids.build(settings)
     states = {id(tensor): tensor.nbytes for bucket in built.buckets for tensor in bucket.state.values()}
@@ -198,7 +197,7 @@ def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
     def seconds(buckets: int, host: float, link: float = 2.0, gpu: float = math.inf, more: str = "") -> float:
         run = on_the_machine(run_for(f"{OFFLOADED} optimizer {more}", 1), memory_bandwidth=gpu, host_link=link,
                              host_memory=host)
-        return plan.time.update_seconds(run, [1.0] * buckets)
+        return plan.step_time.update_seconds(run, [1.0] * buckets)
 
     assert seconds(2, 34.0) == 2 + 2 + 1 + 1
     assert seconds(1, 34.0) == 2 + 1 + 1
@@ -211,7 +210,7 @@ def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
 def test_inputs_of_blocks_are_copied_under_the_blocks():
     """What a copy takes longer than the block is left: 2 T H / t bytes each way."""
     run = run_for(f"{OFFLOADED} activations --tp 2", 2)
-    fast, slow = (plan.time.layer_parts(on_the_machine(run, host_link=link), 0) for link in (1e15, 1e8))
+    fast, slow = (plan.step_time.layer_parts(on_the_machine(run, host_link=link), 0) for link in (1e15, 1e8))
     others = [part for name, part in slow.items() if name not in ("offload", "launch")]
     copied = 2 * 4096 * 4096 / 2 / 1e8
     assert fast["offload"] == Seconds()
@@ -231,8 +230,8 @@ def test_what_is_pinned_in_the_hosts_memory_is_rounded_to_powers_of_two():
 
 def test_utilisation_is_flops_over_time_and_peak():
     flags = "--preset llama-2-7b --dp 8 --zero 1 --seq 4096 --micro-batch 1"
-    found = plan.time.predict(run_for(f"{flags} --global-batch 64"))
-    assert found == plan.time.predict(run_for(f"{flags} --batch-ramp 16@0,64@1e6"))  # at its last size
+    found = plan.step_time.predict(run_for(f"{flags} --global-batch 64"))
+    assert found == plan.step_time.predict(run_for(f"{flags} --batch-ramp 16@0,64@1e6"))  # at its last size
     flops = 6 * (6_738_415_616 - 32000 * 4096) + 12 * 32 * 4096 * 4096  # per token
     assert found.mfu == pytest.approx(flops * 64 * 4096 / found.step_s / 8 / 989e12)
     assert found.hfu == found.mfu > found.mfu_causal
@@ -243,7 +242,7 @@ def test_few_micro_batches_show_what_many_need(schedule, monkeypatch):
     """Memory and time of a plan that is cut short, beside those of all of it; also where p does not divide them, and
     where chunks take turns in groups. Of few micro-batches all are simulated, hops included."""
     for m, hop in (61, 0.0), (64, 0.0), (66, 0.0), (8, 0.4):
-        monkeypatch.setattr(plan.time, "hop_seconds", lambda run, hop=hop: hop)
+        monkeypatch.setattr(plan.step_time, "hop_seconds", lambda run, hop=hop: hop)
         flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule}"
         run = run_for(flags, 4)
         grid = run.settings.grid
@@ -254,22 +253,22 @@ def test_few_micro_batches_show_what_many_need(schedule, monkeypatch):
         stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
         built = schedules.make_plan(schedule, 4, m, grid.chunks)
         spans = schedules.simulate(built, [schedules.Costs(*stage, hop) for stage in stages])
-        seconds, spent = plan.time.pipeline_seconds(run, stages)
+        seconds, spent = plan.step_time.pipeline_seconds(run, stages)
         assert seconds == pytest.approx(max(row[-1].stop for row in spans), rel=1e-9 if hop else 2e-3), m
         assert spent == pytest.approx([sum(span.stop - span.start for span in row) for row in spans]), m
 
 
 def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
     """(m + p - 1) times a micro-batch, p - 1 of them in 1 / chunks of the time, and 2 (p - 1) hops."""
-    monkeypatch.setattr(plan.time, "hop_seconds", lambda run: 0.5)
+    monkeypatch.setattr(plan.step_time, "hop_seconds", lambda run: 0.5)
     for chunks, schedule in (1, "1f1b"), (2, "interleaved"):
         run = run_for(f"--layers 8 --pp 4 --global-batch 8 --micro-batch 1 --schedule {schedule}", 4)
         stages = [Seconds(1.0, 1.0, 1.0)] * 4 * chunks
-        bound, busy = plan.time.bound_seconds(run, stages)
+        bound, busy = plan.step_time.bound_seconds(run, stages)
         assert bound == pytest.approx((8 + 3 / chunks) * 3 * chunks + 6 * 0.5) and busy == [24.0 * chunks] * 4
-        assert bound <= plan.time.pipeline_seconds(run, stages)[0] * 1.001
+        assert bound <= plan.step_time.pipeline_seconds(run, stages)[0] * 1.001
     alone = run_for("--layers 8 --global-batch 8 --micro-batch 1")
-    assert plan.time.bound_seconds(alone, [Seconds(1.0, 1.0, 1.0)]) == (24.0, [24.0])
+    assert plan.step_time.bound_seconds(alone, [Seconds(1.0, 1.0, 1.0)]) == (24.0, [24.0])
 
 
 @pytest.mark.parametrize("flags, nbytes, stride", [
@@ -278,7 +277,7 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
 def test_a_hop_takes_what_sending_half_of_all_ranks_away_takes(flags, nbytes, stride):
     """Pessimistic: over the network, unless all stages are in one node."""
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 8 --micro-batch 1 {flags}")
-    assert plan.time.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
+    assert plan.step_time.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
 
 
 @pytest.mark.parametrize("flags, overlap, axis, sent", [
@@ -304,7 +303,7 @@ def test_what_the_data_axis_sends_how_often_and_to_whom(monkeypatch, flags, over
     monkeypatch.setattr(Run, "collective", lambda self, nbytes, n, stride=1, collective="all_gather", calls=1:
                         seen.append((nbytes, n, stride, collective, calls)) or 0.0)
     run = run_for(f"{flags} --global-batch 32 --micro-batch 1", code=Code() if overlap else WithoutOverlap())
-    plan.time.data_parallel_seconds(run, {axis: [900, 60]}, 10, Seconds(), 0.0)
+    plan.step_time.data_parallel_seconds(run, {axis: [900, 60]}, 10, Seconds(), 0.0)
     assert seen == sent
     assert plan.memory.shards_of(run.settings)[axis] == (sent[0][1] if run.settings.grid.zero else 1)
 
@@ -317,7 +316,7 @@ def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, flags, hi
     run = run_for(f"--dp 8 --heads 16 --kv-heads 16 --hidden 1024 --global-batch 80 --micro-batch 1 {flags}")
     for sent in 200.0, 80.0, 4.0:
         monkeypatch.setattr(Run, "collective", lambda *_, sent=sent, **__: sent)
-        exposed = plan.time.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
+        exposed = plan.step_time.data_parallel_seconds(run, dict(dp=[960]), 1, Seconds(1.0, 2.0, 3.0), 60.0)
         least = sent * (1 - run.constants.hidden) if run.settings.grid.zero >= 2 else 0.0
         assert exposed == max(sent - hides, least)
 
@@ -330,7 +329,7 @@ def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, flags, hi
 def test_an_update_reads_and_writes_the_state_of_a_shard(flags, nbytes):
     """AdamW's two moments in fp32 are 16 of 40 bytes per parameter. Of experts it is an equal share, too, whether they
     are on one rank or sharded over several."""
-    parts = plan.time.step_seconds(run_for(f"--preset llama-3.1-8b --global-batch 8 {flags}")).parts
+    parts = plan.step_time.step_seconds(run_for(f"--preset llama-3.1-8b --global-batch 8 {flags}")).parts
     count = 46_702_792_704 if "mixtral" in flags else 8_030_261_248
     assert parts["optimizer"] == pytest.approx(nbytes * count / 3.35e12)
 
@@ -340,7 +339,7 @@ def test_fp8_weights_are_quantised_whenever_they_are_gathered():
     flags = "--preset llama-3.1-8b --dp 8 --seq 4096 --global-batch 32 --micro-batch 1 --fp8-ends --fp8"
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     for level, times in (1, 1), (3, 2 * 4):
-        with_fp8, without = (plan.time.step_seconds(run_for(f"{flags} {recipe} --zero {level}")).parts["optimizer"]
+        with_fp8, without = (plan.step_time.step_seconds(run_for(f"{flags} {recipe} --zero {level}")).parts["optimizer"]
                              for recipe in ("tensorwise", "none"))
         assert with_fp8 - without == pytest.approx(times * matrices * 6 / 3.35e12)
 
@@ -352,8 +351,8 @@ def test_the_ends_of_a_pipeline_both_count():
         elements = [sum(costs.bucket_elements(run.settings, plan.memory.stages_of_rank(run.settings, rank), 2)["dp"])
                     for rank in (0, 1)]
         assert elements.index(max(elements)) == rank
-        assert plan.time.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
-        first, last = plan.time.stage_parts(run)
+        assert plan.step_time.step_seconds(run).parts["optimizer"] == pytest.approx(40 * max(elements) / 3.35e12)
+        first, last = plan.step_time.stage_parts(run)
         assert last.keys() - first.keys() == {"head"}
 
 
@@ -362,8 +361,8 @@ def test_the_ends_of_a_pipeline_both_count():
     "--pp 4 --schedule zb-h1 --recompute full", "--pp 4 --vocab 200000", "--pp 4 --layers 17", "--pp 2 --tied"])
 def test_no_rank_needs_more_than_what_is_said(flags):
     run = run_for(f"--layers 16 --hidden 256 --heads 4 --vocab 256 --global-batch 16 --micro-batch 1 {flags}")
-    every = [sum(plan.time.memory_of_rank(run, rank).values()) for rank in range(run.settings.grid.pp)]
-    assert sum(plan.time.needed_memory(run).values()) == max(every)
+    every = [sum(plan.step_time.memory_of_rank(run, rank).values()) for rank in range(run.settings.grid.pp)]
+    assert sum(plan.step_time.needed_memory(run).values()) == max(every)
 
 
 def test_a_fit_is_as_likely_as_the_error_of_a_prediction_says():
@@ -372,10 +371,10 @@ def test_a_fit_is_as_likely_as_the_error_of_a_prediction_says():
     run = run_for("--preset tiny")
     usable = 0.95 * 80 * 2**30
     for share, expected in (1.0, 0.5), (math.exp(-0.12), 0.8413), (math.exp(0.24), 0.0228):
-        assert plan.time.probability_of_fit(run, share * usable - 0.3e9) == pytest.approx(expected, abs=1e-4)
-    found = plan.time.predict(run)
-    assert found.memory_gb == pytest.approx(sum(plan.time.needed_memory(run).values()) / 1e9 + 0.3)
-    assert found.fits == pytest.approx(plan.time.probability_of_fit(run, found.memory_gb * 1e9 - 0.3e9))
+        assert plan.step_time.probability_of_fit(run, share * usable - 0.3e9) == pytest.approx(expected, abs=1e-4)
+    found = plan.step_time.predict(run)
+    assert found.memory_gb == pytest.approx(sum(plan.step_time.needed_memory(run).values()) / 1e9 + 0.3)
+    assert found.fits == pytest.approx(plan.step_time.probability_of_fit(run, found.memory_gb * 1e9 - 0.3e9))
 
 
 @pytest.mark.parametrize("recipe", config.FP8_RECIPES)
@@ -386,7 +385,7 @@ def test_fp8_operands_are_read_and_written(recipe):
     run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
     inputs, gradients = costs.fp8_operands(run.settings, 0)
     moved = inputs * 2 * (nbytes - 1) + gradients * nbytes
-    assert plan.time.step_seconds(run).parts["quantise"] == pytest.approx(32 * 4096 * moved / 3.35e12)
+    assert plan.step_time.step_seconds(run).parts["quantise"] == pytest.approx(32 * 4096 * moved / 3.35e12)
 
 
 FP8_EXPERTS = "--preset tiny-moe --hidden 64 --heads 4 --kv-heads 2 --expert-ffn 48 --top-k 2"
@@ -413,13 +412,13 @@ def test_tensor_parallel_exchanges_hide_under_weight_gradients(model):
     all-gathers of inputs that are not saved; one of each under the matmuls of shared experts, if there are any."""
     run = run_for(f"--preset {model} --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
-    spent = plan.time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts["tp"]
+    spent = plan.step_time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts["tp"]
     assert spent == pytest.approx(4 * (32 * 6 + 1) * one)
 
 
 def test_each_replica_orthogonalises_all_matrices():
     flags = "--preset llama-3.2-1b --optimizer muon --zero 1 --dp"
-    one, two = (plan.time.muon_seconds(run_for(f"{flags} {dp}", n), {0: range(16)})
+    one, two = (plan.step_time.muon_seconds(run_for(f"{flags} {dp}", n), {0: range(16)})
                 for dp, n in (("4", 4), ("8 --dp-replicate 2", 8)))
     assert one == two > 0
 
@@ -430,21 +429,21 @@ def test_each_replica_orthogonalises_all_matrices():
 def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
     """In fp32; at level 1 a shard of it; not at all where one rank has both stages."""
     run = run_for(f"--preset llama-3.2-1b --dp 4 --pp 2 --global-batch 32 {flags}")
-    before = plan.time.tied_seconds(run._replace(code=WithoutOverlap()))  # anything is sharded
-    for found, n in (plan.time.step_seconds(run).parts["tie"], shards), (before, 1):
-        expected = 4 * 128256 * 2048 / n / 436e9 + 3e-6 * plan.time.CONSTANTS.latency
+    before = plan.step_time.tied_seconds(run._replace(code=WithoutOverlap()))  # anything is sharded
+    for found, n in (plan.step_time.step_seconds(run).parts["tie"], shards), (before, 1):
+        expected = 4 * 128256 * 2048 / n / 436e9 + 3e-6 * plan.step_time.CONSTANTS.latency
         assert found == (pytest.approx(expected) if shards < math.inf else 0.0)
 
 
 def layer(flags: str, **rest) -> dict[str, Seconds]:
     flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}"
-    return plan.time.layer_parts(run_for(flags, **rest), 0)
+    return plan.step_time.layer_parts(run_for(flags, **rest), 0)
 
 
 def test_a_layers_parts_are_their_formulas():
     """On an H100, with T = 8,192 tokens: matrices 3 times, each with what it reads and writes, weight gradients with 14
     bytes per weight; activations a third in forward; half of the scores, 3.5 times, at half of the peak or so."""
-    parts, c = layer("--micro-batch 2"), plan.time.CONSTANTS
+    parts, c = layer("--micro-batch 2"), plan.step_time.CONSTANTS
     weights = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     product = 2 * 8192 * weights / (794e12 * c.hopper)
     norms = 2 * 4096  # they are read and written, too
@@ -460,20 +459,20 @@ def test_a_layers_parts_are_their_formulas():
 
 def test_the_heads_parts_are_their_formulas_and_exchanges_hide_as_far_as_there_is_time():
     run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
-    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * plan.time.CONSTANTS.hopper)
-    logits = plan.time.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
-    parts = plan.time.head_parts(run)
+    product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * plan.step_time.CONSTANTS.hopper)
+    logits = plan.step_time.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
+    parts = plan.step_time.head_parts(run)
     assert parts["head"] == pytest.approx((product + logits / 3, product + logits * 2 / 3, product))
     one = 8192 * 4096 / 363e9 / run.constants.node + 3e-6 * run.constants.latency + run.constants.exchange_s
     assert parts["tp"] == pytest.approx((one, 0, 0))  # backward's is under the weight gradient
-    assert plan.time.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0))
+    assert plan.step_time.tensor_parallel_part(run, 2, [1e-4, 1.0])["tp"] == pytest.approx((2 * one, one - 1e-4, 0))
 
 
 @pytest.mark.parametrize("flags", ["", "--zero 3", "--tp 2", "--preset tiny-moe", "--fp8 tensorwise"])
 def test_a_layer_below_its_launches_takes_as_long_as_those(flags):
     """Each technique's launches are added to a plain layer's."""
     run, plain = (run_for(f"--dp 2 --global-batch 2 --micro-batch 1 {more}") for more in (flags, ""))
-    parts, host = plan.time.layer_parts(run, 0), run.code.host_seconds(run, 0)
+    parts, host = plan.step_time.layer_parts(run, 0), run.code.host_seconds(run, 0)
     assert (host > plain.code.host_seconds(plain, 0)) == (flags != "")
     forward, both = (sum(map(of, parts.values())) for of in (lambda part: part.forward, lambda part: part.total))
     assert (forward, both) == pytest.approx((host / 3, host))
@@ -486,7 +485,7 @@ def test_recomputation_repeats_the_forward_but_what_no_backward_reads(flags, axi
     half of what a forward touches."""
     parts = layer(f"{flags} --recompute full")
     again = parts.pop("recomputed")
-    down = 2 * 8192 * elements / (794e12 * plan.time.CONSTANTS.hopper)
+    down = 2 * 8192 * elements / (794e12 * plan.step_time.CONSTANTS.hopper)
     expected = sum(part.forward for part in parts.values()) - down - parts[axis].forward / ratio
     assert again == pytest.approx((0, expected, 0))
     some = layer(f"{flags} --recompute selective")
@@ -512,10 +511,10 @@ def test_what_context_parallel_ranks_send(flags, heads, keys):
     heads, keys = (2 * 2048 * count / 1e9 / run.constants.node for count in (heads, keys))
     scores = Seconds(0.2 * keys, 0.5 * keys)
     back = keys if "deepseek" in flags else 2 * keys
-    made = plan.time.context_parallel_part(run, scores)["cp"]
+    made = plan.step_time.context_parallel_part(run, scores)["cp"]
     hidden = scores if "ring" in flags else Seconds()
     assert made == pytest.approx((heads + keys - hidden.forward, heads + back - hidden.input, 0))
-    assert plan.time.context_parallel_part(run, Seconds(9.0, 9.0))["cp"] == (
+    assert plan.step_time.context_parallel_part(run, Seconds(9.0, 9.0))["cp"] == (
         pytest.approx((heads, heads, 0)) if "ring" in flags else made)
 
 
@@ -523,7 +522,7 @@ def test_a_layer_with_latents_makes_keys_and_values_of_all_ranks_tokens():
     """512 wide, into 64 heads of 128 + 128 on one of two ranks, for 2 x 2,048 tokens; once more in backward."""
     run = run_for("--preset deepseek-v3 --cp 2 --tp 2 --seq 4096 --global-batch 1 --micro-batch 1 "
                   "--recompute selective --fp8 blockwise --fp8-ends")
-    parts = plan.time.layer_parts(run, 0)
+    parts = plan.step_time.layer_parts(run, 0)
     again = run.matmul(2 * 512 * 64 * 256 * 2 * 2048, True)
     assert parts["recomputed"].input == pytest.approx(parts["elementwise"].forward / 2 + again)
 
@@ -537,9 +536,9 @@ def test_what_experts_are_sent(flags, tp, stride):
     run = run_for(f"--preset mixtral-8x7b {flags} --seq 4096 --global-batch 8 --micro-batch 1")
     copies = 2 * 4096 / tp
     one = run.collective(copies * (2 * 4096 + 2 * (8 + 4) / 4) * 7 / 8, 8, stride, "all_to_all")
-    assert plan.time.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
+    assert plan.step_time.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
     dense = run_for("--preset tiny-moe --dense-layers 1 --dp 2 --ep 2")
-    assert plan.time.expert_parallel_part(dense, 0) == {} != plan.time.expert_parallel_part(dense, 1)
+    assert plan.step_time.expert_parallel_part(dense, 0) == {} != plan.step_time.expert_parallel_part(dense, 1)
 
 
 @pytest.mark.parametrize("machine, name", [("a100", "ampere"), ("h100", "hopper"), ("b200", "blackwell"),
@@ -559,7 +558,7 @@ def test_tokens_and_scores_of_a_rank_are_equal_shares():
     assert run_for(f"{model} --cp 2 --tp 3 --sp off").tokens == 2 * 52 / 2
     assert run_for(f"{model} --dp 2").micro_batches == 2
     flags = "--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp"
-    one, four = (plan.time.step_seconds(run_for(f"{flags} {cp}")).parts for cp in (1, 4))
+    one, four = (plan.step_time.step_seconds(run_for(f"{flags} {cp}")).parts for cp in (1, 4))
     assert four["attention"] == pytest.approx(one["attention"] / 4) and four["cp"] > 0
 
 
@@ -624,8 +623,8 @@ def test_what_is_asked_for_is_printed(capsys, command, words):
 def test_a_run_with_another_setting_is_that_of_its_flag(section, name, values):
     flags = "--preset llama-3.2-1b --pp 2 --dp 2 --seq 2048 --global-batch 16 --micro-batch 1"
     for value in values:
-        assert plan.time.needed_memory(plan.__main__.changed(run_for(flags), section, **{name: value})) == (
-            plan.time.needed_memory(run_for(f"{flags} --{name} {value}")))
+        assert plan.step_time.needed_memory(plan.__main__.changed(run_for(flags), section, **{name: value})) == (
+            plan.step_time.needed_memory(run_for(f"{flags} --{name} {value}")))
 
 
 def test_search_prints_the_best_with_their_rate_per_gpu_and_whether_they_fit(capsys):
@@ -664,7 +663,7 @@ def test_a_step_is_as_accurate_as_runs_of_its_kind_that_were_held_out(capsys, mo
     piped = "dense, 16 bits, Hopper, pipeline, at most 256 GPUs"
     known = {"experts, 16 bits, Hopper, no pipeline, more than 256 GPUs": errors(4, 0.4), moe: errors(13, 0.3),
              dense: errors(99, 0.1), piped: dict(runs=0, sources=[], read_off_times=515)}
-    monkeypatch.setattr(plan.time, "held_out", lambda: dict(steps=known, memory=errors(7, 0.5)))
+    monkeypatch.setattr(plan.step_time, "held_out", lambda: dict(steps=known, memory=errors(7, 0.5)))
     said = {kind: printed(capsys, f"step --gpus 2 --global-batch 4 {flags}").split("\naccuracy of such runs (")[1]
             for kind, flags in ((dense, ""), ("experts, 16 bits", "--preset tiny-moe"), (piped, "--pp 2"))}
     assert said[dense].startswith(dense + ")")
@@ -690,7 +689,7 @@ def test_a_runs_kind_is_that_of_its_model_dtype_gpu_and_grid(capsys, flags, kind
 def test_memory_says_what_plain_torch_needs_which_a_dry_run_is(capsys, flags):
     """Kernels of this project make neither logits nor matrices' gradients in 16 bits; a dry run says the same."""
     flags = f"--preset llama-3.2-1b --gpus 4 --seq 4096 --global-batch 16 --micro-batch 1 {flags}"
-    fused, plain = (plan.time.needed_memory(run_for(f"{flags} --kernels {kernels}".replace("--gpus 4", ""), 4))
+    fused, plain = (plan.step_time.needed_memory(run_for(f"{flags} --kernels {kernels}".replace("--gpus 4", ""), 4))
                     for kernels in ("auto", "torch"))
     settings = rules.parse(f"{flags} --dtype bf16".replace("--gpus 4", "").split(), 4)
     counted = [sum(plan.memory.memory_of_rank(settings, rank, 2).values()) for rank in range(settings.grid.pp)]
@@ -717,7 +716,7 @@ def test_scaling_prints_days_and_dollars(capsys):
     """Of 20 tokens per active parameter."""
     flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 3 --seq 4096 --global-batch 64 --micro-batch 1"
     N, D = 12_879_925_248, 20 * 12_879_925_248
-    hours = D / plan.time.predict(run_for(flags)).tokens_per_s_per_gpu / 3600
+    hours = D / plan.step_time.predict(run_for(flags)).tokens_per_s_per_gpu / 3600
     loss = 1.81686 + 482.00572 / N ** 0.34781 + 2085.4342 / D ** 0.36585
     out = printed(capsys, f"scaling {flags} --price 3")
     assert f"{N:,} active, D {D:.3g} tokens" in out and f"loss of this N and D: {loss:.3f} " in out
@@ -752,7 +751,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_without_torch():
 def test_a_command_or_a_request_that_is_wrong_is_refused(asked, line):
     with pytest.raises(ValueError, match="^" + re.escape(line)):
         if isinstance(asked, dict):
-            plan.time.run_of(dict(global_batch=9, micro_batch=1) | asked)
+            plan.step_time.run_of(dict(global_batch=9, micro_batch=1) | asked)
         else:
             plan.__main__.main(asked.split())
 
@@ -760,13 +759,13 @@ def test_a_command_or_a_request_that_is_wrong_is_refused(asked, line):
 def test_a_request_is_its_flags():
     request = {"preset": "llama-3.1-8b", "tp": 4, "gpus": 16, "machine": "h100", "global-batch": 64, "micro_batch": 1,
                "seq": 4096, "sp": "off"}
-    run = plan.time.run_of(request | dict(tied=True, dtype="fp16", no_such=None))
+    run = plan.step_time.run_of(request | dict(tied=True, dtype="fp16", no_such=None))
     assert (run.settings.grid.tp, run.settings.grid.sp, run.settings.model.tied) == (4, "off", True)
-    assert (run.settings.precision.dtype, run.machine, run.code) == ("fp16", MACHINES["h100"], plan.time.OURS)
+    assert (run.settings.precision.dtype, run.machine, run.code) == ("fp16", MACHINES["h100"], plan.step_time.OURS)
     same = run_for("--preset llama-3.1-8b --tp 4 --sp off --tied --global-batch 64 --micro-batch 1 --seq 4096", 16)
     assert run.settings.grid == same.settings.grid and run.settings.batch == same.settings.batch
-    assert plan.time.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
-    assert plan.time.run_of(dict(preset="tiny", dp=2, pp=2, global_batch=8)).settings.ranks == 4
+    assert plan.step_time.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
+    assert plan.step_time.run_of(dict(preset="tiny", dp=2, pp=2, global_batch=8)).settings.ranks == 4
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------
@@ -784,12 +783,13 @@ def test_search_proposes_runs_that_are_valid_fit_and_are_in_order():
     assert [candidate.rank for candidate in found[:40]] == sorted(candidate.rank for candidate in found[:40])
     for candidate in found[:10]:
         again = run_for(f"{MODEL} {search.describe(candidate.run.settings)}", 16)
-        step = plan.time.step_seconds(again)
+        step = plan.step_time.step_seconds(again)
         assert step.seconds == pytest.approx(candidate.seconds) and min(step.parts.values()) > -1e-9
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
-        needed = sum(plan.time.needed_memory(again).values()) + again.constants.reserved
+        needed = sum(plan.step_time.needed_memory(again).values()) + again.constants.reserved
         assert needed == pytest.approx(candidate.memory)
-        assert candidate.fits == pytest.approx(plan.time.probability_of_fit(again, needed - again.constants.reserved))
+        in_use = needed - again.constants.reserved
+        assert candidate.fits == pytest.approx(plan.step_time.probability_of_fit(again, in_use))
         assert candidate.memory <= again.constants.usable * 80 * 2**30
     assert fell["step 1: does not fit in memory"] > 30
     assert min(candidate.rank for candidate in found[40:]) > 0.9 * found[0].rank  # what was not simulated is no better

@@ -17,12 +17,10 @@ import torch.distributed as dist
 from rendezvous import check_rendezvous, replay, stream_of_link
 from torch.distributed.pipelining import schedules as torchs
 
-import collectives
-import config
 import pp
-import rules
-from gradients import backward_weight
-from param import Spec, parameter
+from core import collectives, config, rules
+from core.gradients import backward_weight
+from core.param import Spec, parameter
 from plan import costs
 from plan.memory import backwards_in_memory
 from run import timeline

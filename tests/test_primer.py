@@ -23,8 +23,8 @@ from exact import gpu
 from triton.runtime.interpreter import InterpreterBuilder
 from watch import Watch, in_order
 
-from learn import gpu as primer
-from learn.gpu import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul
+from learn import triton_primer as primer
+from learn.triton_primer import LADDER, SECTOR, WARP, Rung, bound, bytes_asked, bytes_moved, check, find_tile, matmul
 from plan import machines
 
 ANY_SHAPE = [name for name, rung in LADDER.items() if rung.kernel in primer.ANY_SHAPE]
@@ -186,7 +186,7 @@ def test_the_roof_is_the_largest_of_three():
 
 AHEAD = """
 import json
-from learn import gpu as primer
+from learn import triton_primer as primer
 from ahead import ahead
 
 pointers, sizes = dict.fromkeys("abc", "*bf16"), dict.fromkeys("MNK", "i32")
@@ -336,7 +336,7 @@ def test_what_a_gpu_would_print(monkeypatch, capsys, card, of_gelu):
 def test_compiled_rungs_multiply_in_bf16_and_every_gelu_agrees():
     run("""
 import torch
-from learn import gpu as primer
+from learn import triton_primer as primer
 for name, rung in primer.LADDER.items():
     any_shape = rung.kernel in primer.ANY_SHAPE
     for M, N, K in [(512, 768, 256)] + [(1000, 520, 264), (17, 8, 72)] * any_shape:
@@ -354,7 +354,7 @@ for name, way in primer.gelus().items():
 @gpu
 @pytest.mark.timing
 def test_the_ladder_climbs_to_torch_mm():
-    rows = json.loads(run("import json; from learn import gpu; print(json.dumps(gpu.measure_ladder(8192)))"))
+    rows = json.loads(run("import json; from learn import gpu; print(json.dumps(triton_primer.measure_ladder(8192)))"))
     rate = {name: size ** 3 / seconds for name, (size, seconds) in rows.items()}
     assert rate["coalesced"] > 2 * rate["uncoalesced"] and rate["tiled"] > 5 * rate["coalesced"]
     assert rate["pipelined"] > rate["tiled"] and rate["persistent"] > 0.92 * rate["torch.mm"]

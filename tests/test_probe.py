@@ -16,7 +16,7 @@ from program import python
 from watch import in_order
 
 from bench import probe
-from collectives import Group
+from core.collectives import Group
 from plan.machines import read_machine
 
 

@@ -12,8 +12,8 @@ from runs import run
 from watch import in_order
 
 import pp
-from collectives import Pending
-from run import log, start
+from core.collectives import Pending
+from run import cli, log
 from run.meter import Meter
 from schedules import make_plan
 
@@ -92,4 +92,4 @@ def test_names_cost_no_operation_unless_a_profiler_is_on():
     ("--memory-snapshot no/such/file", "--memory-snapshot no/such/file: there is no folder no/such")])
 def test_what_cannot_be_written_is_refused_before_the_run(flags, says):
     with pytest.raises(ValueError, match="^" + says.format(file=__file__)):
-        start.parse(flags.format(file=__file__).split())
+        cli.parse(flags.format(file=__file__).split())

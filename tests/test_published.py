@@ -9,11 +9,11 @@ from statistics import median
 import pytest
 
 import plan.memory
-import plan.time
-import rules
+import plan.step_time
+from core import rules
 from plan import costs
 from plan.machines import MACHINES, Level
-from plan.time import Seconds
+from plan.step_time import Seconds
 from test_plan import on_the_machine, run_for
 from tests.published import __main__ as program
 from tests.published import codes, fit, runs
@@ -70,8 +70,8 @@ def test_a_run_whose_labels_were_read_off_its_times_is_in_no_figure_called_held_
 
 def test_what_plan_step_says_of_accuracy_is_what_the_runs_say():
     """plan/held_out.json, written again."""
-    assert plan.time.held_out() == json.loads(json.dumps(runs.held_out(predicted())))
-    kinds = {one.kind: plan.time.kind_of(run_of(one.row.request)) for one in predicted()[::50] if not one.refused}
+    assert plan.step_time.held_out() == json.loads(json.dumps(runs.held_out(predicted())))
+    kinds = {one.kind: plan.step_time.kind_of(run_of(one.row.request)) for one in predicted()[::50] if not one.refused}
     assert all(kind == again for kind, again in kinds.items())
 
 
@@ -84,7 +84,7 @@ def test_held_out_constants_have_not_seen_the_source():
         assert set(constants) == set(fit.START) and constants != fit.shipped()
         row = next(row for row in rows if row.table == table and row.step_s and "times" not in row.read_off)
         again = codes.with_constants(run_of(row.request), constants)
-        assert runs.predict(row, left_out).held_out_s == plan.time.step_seconds(again).seconds
+        assert runs.predict(row, left_out).held_out_s == plan.step_time.step_seconds(again).seconds
         both = again.constants._asdict() | again.code.constants._asdict()
         assert {name: both[name] for name in constants} == constants
 
@@ -211,12 +211,12 @@ def test_other_codes_hold_more():
     theirs = ours._replace(code=Other(fused=False, gathered=2))
     logits = 2048 * 128256 / 2 * (2 + 4 + 4)
     for rank, layers, in_flight in (0, 10, 2), (1, 6, 1):
-        fused, unfused = (plan.time.memory_of_rank(run, rank) for run in (ours, theirs))
+        fused, unfused = (plan.step_time.memory_of_rank(run, rank) for run in (ours, theirs))
         assert unfused["gradients"] - fused["gradients"] == 2 * (fused["weights"] // 2)
         assert unfused["gathered"] == 2 * layers * in_flight * 2048 * 2 * 2048 / 2 and "gathered" not in fused
         body = plan.memory.activation_bytes(ours.settings, 2, [range(layers)], in_flight, False)
         assert unfused["activations"] == pytest.approx(1.4 * body + logits * rank)
-        assert plan.time.memory_of_rank(ours._replace(code=Other()), rank) == fused
+        assert plan.step_time.memory_of_rank(ours._replace(code=Other()), rank) == fused
 
 
 @pytest.mark.parametrize("overlap, gathered, of_layer, of_head", [
@@ -226,13 +226,13 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap
     run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
     run = run._replace(code=Other(tp_overlap=overlap, gathered=gathered))
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
-    spent = plan.time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts.get("tp", 0.0)
+    spent = plan.step_time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts.get("tp", 0.0)
     assert spent == pytest.approx(4 * (32 * of_layer + of_head) * one)
 
 
 def layer(flags: str, code: Other) -> dict[str, Seconds]:
     flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}"
-    return plan.time.layer_parts(run_for(flags, code=code), 0)
+    return plan.step_time.layer_parts(run_for(flags, code=code), 0)
 
 
 def test_a_layer_of_other_code_touches_more():
@@ -246,7 +246,7 @@ def test_scores_in_memory_are_read_and_written():
     that tensor cores cannot multiply take longer: of 14400 elements, 80 have 180 each, no multiple of 8."""
     standard = Other(attention_kernel="standard")
     made = layer("", standard)["attention"]
-    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * plan.time.CONSTANTS.hopper)  # masked ones, too
+    flops = 2 * 2 * 8192 * 4096 * 4096 / (794e12 * plan.step_time.CONSTANTS.hopper)  # masked ones, too
     nbytes = (18 * 2 * 32 * 4096 * 4096 + 12 * 2 * 32 * 4096 * 128) * 2 / 3.35e12  # of two sequences
     assert made == pytest.approx((flops + nbytes / 3, 2 * flops + nbytes * 2 / 3, 0))
     slow, fast = (layer(f"--hidden 14400 --heads {n} --kv-heads {n}", standard)["attention"].total for n in (80, 75))
@@ -265,7 +265,7 @@ def test_a_layer_of_other_code_takes_as_long_as_its_launches():
     """Fitted, or none with CUDA graphs."""
     run = run_for("--dp 2 --global-batch 2 --micro-batch 1")
     for launch, least in ("fitted", codes.Constants().launch_s), ("free", 0.0):
-        parts = plan.time.layer_parts(run._replace(code=Other(launch=launch)), 0)
+        parts = plan.step_time.layer_parts(run._replace(code=Other(launch=launch)), 0)
         total = sum(part.total for part in parts.values())
         assert total == pytest.approx(least) if least else total < 1e-3
 

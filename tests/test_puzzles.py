@@ -41,8 +41,8 @@ def test_what_is_written_is_judged_and_hints_come_one_at_a_time(tmp_path, capsys
         puzzles.main([*arguments, "--in", str(tmp_path)])
         return capsys.readouterr().out.strip().splitlines()
 
-    ours, copied = ROOT / "param.py", tmp_path / "boxes" / "param.py"
-    assert "write boxes in param.py" in said("boxes")[0] and BLANK in copied.read_text()
+    ours, copied = ROOT / "core/param.py", tmp_path / "boxes" / "core/param.py"
+    assert "write boxes in core/param.py" in said("boxes")[0] and BLANK in copied.read_text()
     running, *printed, end = said("boxes")
     assert f"running {PUZZLES['boxes'].test} in {tmp_path / 'boxes'}, which takes" in running
     assert any("this is the puzzle" in line for line in printed)
@@ -53,7 +53,7 @@ def test_what_is_written_is_judged_and_hints_come_one_at_a_time(tmp_path, capsys
     assert BLANK not in ours.read_text()
     copied.write_text(ours.read_text())
     assert said("boxes")[1:] == [f"solved; the next one: python -m learn.puzzles drop --in {tmp_path}"]
-    assert said("bug-1", "--reveal")[0].startswith("param.py: ")
+    assert said("bug-1", "--reveal")[0].startswith("core/param.py: ")
     with pytest.raises(ValueError, match="boxs: unknown, use one of boxes, "):
         puzzles.main(["boxs"])
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import config
-import update
+import optimizers
+from core import config
 from learn import pages, pictures, puzzles
-from plan import time
+from plan import step_time
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -103,16 +103,17 @@ def test_the_numbers_of_the_readme_are_those_of_the_program():
     runs = re.findall(r"\| `(--preset .*)` \| (\d+) GB \| ([\d.]+) s \| (\d+)% \|", README)
     assert len(runs) == 2
     for flags, *printed in runs:
-        run = time.run_of(dict(machine="h100", gpus=8) | config.read(shlex.split(flags)))
-        found = time.predict(run)
-        assert printed == [f"{found.memory_gb:.0f}", f"{time.step_seconds(run).seconds:.1f}", f"{100 * found.mfu:.0f}"]
+        run = step_time.run_of(dict(machine="h100", gpus=8) | config.read(shlex.split(flags)))
+        found = step_time.predict(run)
+        seconds = step_time.step_seconds(run).seconds
+        assert printed == [f"{found.memory_gb:.0f}", f"{seconds:.1f}", f"{100 * found.mfu:.0f}"]
 
 
 def test_the_optimizer_that_the_readme_adds_is_lion():
     """By these numbers. tests/test_recipes.py trains with it."""
     moments, code = re.search("is `(.*?)` in `OPTIMIZERS`.*?```python\n(.*?)```", README, re.DOTALL).groups()
-    rules = dict(update.UPDATE_RULES)
-    exec(code, dict(vars(update), UPDATE_RULES=rules, OPTIMIZERS=eval(f"{{{moments}}}")))
+    rules = dict(optimizers.UPDATE_RULES)
+    exec(code, dict(vars(optimizers), UPDATE_RULES=rules, OPTIMIZERS=eval(f"{{{moments}}}")))
     weight, mean, grad = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 4.0]), torch.tensor([4.0, -4.0])
     settings = dict(lr=0.1, betas=(0.9, 0.5), weight_decay=0.5, steps=None, eps=1e-8, grad_scale=torch.tensor(2.0))
     rules["lion"].apply([weight], [grad], [mean], found_inf=torch.tensor(1.0), **settings)

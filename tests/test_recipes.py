@@ -53,8 +53,8 @@ def add_schedules(copy: Path) -> None:
 
 def add_optimizer(copy: Path) -> None:
     entry, code = LION
-    add(copy, "config.py", "OPTIMIZERS", entry)
-    with open(copy / "update.py", "a") as file:
+    add(copy, "core/config.py", "OPTIMIZERS", entry)
+    with open(copy / "optimizers.py", "a") as file:
         file.write(f"\n\n{code}")
 
 
@@ -62,11 +62,11 @@ def add_styles(copy: Path) -> None:
     add(copy, "cp.py", "STYLES", '''
     "around": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
     "at-once": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),''')
-    add(copy, "config.py", "CP_STYLES", '"around", "at-once",')
+    add(copy, "core/config.py", "CP_STYLES", '"around", "at-once",')
 
 
 def add_recipes(copy: Path) -> None:
-    add(copy, "config.py", "FP8_RECIPES", '''
+    add(copy, "core/config.py", "FP8_RECIPES", '''
     "only-e4m3": Fp8Recipe("e4m3", blocks=False), "e5m2-in-blocks": Fp8Recipe("e5m2", blocks=True),''')
 
 

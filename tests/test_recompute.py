@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from grids import everyone
 from pool import slow
 
-import rules
-from collectives import ALONE
+from core import rules
+from core.collectives import ALONE
+from core.param import parameter
 from ep import RoutingInfo
 from model import ForwardContext
 from operations import RMSNorm
-from param import parameter
 from plan.costs import (
     RECOMPUTE,
     Activation,

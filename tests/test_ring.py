@@ -10,8 +10,8 @@ import torch.distributed as dist
 from grids import everyone
 from pool import Pool, slow
 
-import collectives
-from learn import collectives as ring
+from core import collectives
+from learn import written_out as ring
 
 SUMMED = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
           torch.uint8]
@@ -135,7 +135,7 @@ def test_messages_bytes_hops_and_time_are_those_of_the_docstring(comparison, n):
         assert (len(messages), nbytes, hops) == want[:3], name
         assert (timed[-1].end if timed else 0) == pytest.approx(want.time), name
         total += nbytes
-    assert total == sum(sent for *_, sent in outcomes)  # what collectives.py counts
+    assert total == sum(sent for *_, sent in outcomes)  # what core/collectives.py counts
 
 
 @pytest.mark.parametrize("n, printed", [(4, "0.8"), (8, "1.9"), (64, "11")])

@@ -21,10 +21,9 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-import config
-import param
 import train
 from bench import __main__ as bench
+from core import config, param
 from learn import judge
 from learn.judge import Record
 from run import huggingface

@@ -9,8 +9,8 @@ import pytest
 import runs
 import torch
 
-import config
 import train
+from core import config
 from run import job
 from run.meter import Meter
 

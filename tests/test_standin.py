@@ -21,10 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import collectives
-import rules
 import train
-from groups import build_groups
+from core import collectives, rules
+from core.groups import build_groups
 from plan.memory import memory_of_rank
 from run.dryrun import ZeroSamples
 

@@ -20,22 +20,20 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import _symmetric_memory as symmetric_memory
 from watch import Watch, in_order, waits
 
-import collectives
 import cp
 import ep
 import fp8
-import gradients
 import kernels
-import rules
 import tp
-from collectives import ALONE
-from config import FP8_RECIPES
-from param import Spec, parameter, shard_slice
+from core import collectives, gradients, rules
+from core.collectives import ALONE
+from core.config import FP8_RECIPES
+from core.param import Spec, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes
 from recompute import Recompute
+from run.generate import sample
 from run.meter import Meter
-from run.sampling import sample
 from test_dryrun import measured_on
 from tp import IGNORED, MATMUL, Column, Row, TensorParallel
 

@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 from runs import first_step, metrics, run
 
-import config
-import rules
 import train
-from collectives import ALONE
-from groups import build_groups
+from core import config, rules
+from core.collectives import ALONE
+from core.groups import build_groups
 from model import Llama
 from plan import costs, search
-from run import checkpoint, device, dryrun, job, log, sampling, start
+from run import checkpoint, cli, device, dryrun, generate, job, log
 from run.data import Codec, open_samples
 
-ROOT = os.path.dirname(config.__file__)
+ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --seq 32 --warmup 2"
 UNSEEN = "".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32]  # ten samples
 
@@ -43,11 +42,11 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     process.join(120)
     assert process.exitcode == 0, (tmp_path / "stderr").read_text()
     records, lines = metrics(file), (tmp_path / "stdout").read_text().splitlines()
-    (saved,), steps = start.checkpoints_in(tmp_path / "out"), len(records)
+    (saved,), steps = cli.checkpoints_in(tmp_path / "out"), len(records)
     for line, has in zip(lines, ("device", "grid", "512 tokens", "31,968 parameters", "data", f"trained {steps} steps",
                                  f"continue with --out {tmp_path}/out --resume auto"), strict=True):
         assert has in line
-    assert start.step_of(saved) == steps
+    assert cli.step_of(saved) == steps
     checkpoint.verify(saved)
     assert [record["step"] for record in records] == list(range(steps))
     assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[59]["loss"] < 4
@@ -158,7 +157,7 @@ def test_a_tokenizer_that_could_not_be_used_is_refused_before_the_first_step(tmp
 def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path, monkeypatch):
     for name in "stdout", "stderr":  # `started` replaces them
         monkeypatch.setattr(sys, name, getattr(sys, name))
-    with (patch.object(start, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error)),
+    with (patch.object(cli, "refuse", side_effect=lambda error: (_ for _ in ()).throw(error)),
           pytest.raises(ValueError, match=f"^--memory-snapshot {tmp_path}/memory: needs a GPU"),
           job.started(rules.parse(f"--memory-snapshot {tmp_path}/memory --device cpu".split()))):
         raise AssertionError("it has started")
@@ -301,10 +300,10 @@ def test_the_second_line_says_which_part_a_rank_has(flags, has):
 
 def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
     prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
-    monkeypatch.setattr(sampling, "sample", lambda model, prompt, length: (
+    monkeypatch.setattr(generate, "sample", lambda model, prompt, length: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
     settings = rules.parse("--sample ab".split())
-    sampling.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))
+    generate.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))
     assert prompts == [[[256, *b"ab"]]] and capsys.readouterr().out == "ab\ufffd\ufffd\n\tc\ufffd\n"
 
 
@@ -312,9 +311,9 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
     called = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", lambda program, arguments: called.append(arguments[1:]))
-    sampling.main([str(tmp_path), "--tp", "2", "--prompt", "@home"])
+    generate.main([str(tmp_path), "--tp", "2", "--prompt", "@home"])
     (tmp_path / "config.json").touch()
-    sampling.main([str(tmp_path), "--prompt", "-"])
+    generate.main([str(tmp_path), "--prompt", "-"])
     for (file, *flags), wanted, prompt in zip(called, ("--resume", "--init-from"), ("@home", "-")):
         assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
         assert flags[:2] == [wanted, str(tmp_path)] and flags[flags.index("--steps") + 1] == "0"
@@ -323,7 +322,7 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
     for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
                   [str(tmp_path), "--tp", "--prompt"], [str(tmp_path), "--prompt", ""]):
         with pytest.raises(SystemExit, match="2"):
-            sampling.main(wrong)
+            generate.main(wrong)
 
 
 @pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])

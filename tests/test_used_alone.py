@@ -7,15 +7,14 @@ import pytest
 import torch
 from sharding import Unit
 
-import config
 import ep
-import latent
-import rules
+import mla
 import sdpa
 import train
-from groups import members_of_axes
+from core import config, rules
+from core.groups import members_of_axes
+from core.param import Spec, parameter
 from operations import CAUSAL
-from param import Spec, parameter
 from run import dryrun
 from zero import Optimizer
 
@@ -37,9 +36,9 @@ def router(over: str = "sequence", **model) -> ep.Router:
     return ep.Router("router", torch.zeros(8, 4), config.Model(experts=8, **model), ep.Balance(over=over))
 
 
-def latents(**model) -> latent.LatentAttention:
+def latents(**model) -> mla.LatentAttention:
     settings = config.Model(**dict(head_dim=10, kv_heads=4, kv_lora_rank=8, rope_head_dim=4) | model)
-    return latent.LatentAttention(0, settings, partial(parameter, groups={}, dtype=torch.float32), {}, 0.02, 0.02)
+    return mla.LatentAttention(0, settings, partial(parameter, groups={}, dtype=torch.float32), {}, 0.02, 0.02)
 
 
 def attention(kv_heads: int, back: bool = False) -> tuple:

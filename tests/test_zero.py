@@ -12,14 +12,14 @@ from sharding import Unit
 from torch import nn
 from watch import in_order, waits
 
-import config
 import zero
-from collectives import ALONE
-from gradients import stacked_view
-from param import Spec
+from core import config
+from core.collectives import ALONE
+from core.gradients import stacked_view
+from core.param import Spec
+from optimizers import UPDATE_RULES
 from run import dryrun
 from test_grids import compare, model_flags, truth
-from update import UPDATE_RULES
 from zero import Optimizer
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from run import checkpoint, job, sampling, start
+from run import checkpoint, cli, generate, job
 from zero import Optimizer
 
 
@@ -84,14 +84,14 @@ PLACES = {  # where -> (in which part of a run, before which function)
     "collective": [("collective", dist, "all_reduce")],  # half of a collective: the other ranks are inside
     "optimizer": [("step", Optimizer, "step")], "staging": [("end", checkpoint.Stage, "copy")],
     "writing": [("thread", checkpoint, "checksums_of")], "commit": [("thread", checkpoint, "sync")],
-    "evaluation": [("end", job, "mean_loss")], "sampling": [("end", sampling, "continue_prompt")],
+    "evaluation": [("end", job, "mean_loss")], "sampling": [("end", generate, "continue_prompt")],
     "export": [("end", checkpoint, "export")], "exit": [("end", dist, "destroy_process_group")]}
 
 
 def main() -> None:
     *faults, flags = *(argument.split(",") for argument in sys.argv[1:5]), sys.argv[5:]
     sys.argv[1:] = flags
-    settings, number = start.from_command_line(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    settings, number = cli.from_command_line(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if number < len(faults[0]):
         fault, rank, step, where = (found[number] for found in faults)
         if os.environ.get("RANK", "0") == rank:

@@ -18,13 +18,10 @@ import torch
 import torch.distributed as dist
 import watch
 
-import collectives
-import config
-import param
-import rules
 import train
-from collectives import ALONE
-from groups import AXES, build_groups
+from core import collectives, config, param, rules
+from core.collectives import ALONE
+from core.groups import AXES, build_groups
 from run import device, job
 from run.data import MicroBatch, Samples
 

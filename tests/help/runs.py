@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import train
-from run import faults, job, sampling, start
+from run import cli, faults, generate, job
 from run.data import open_samples
-from run.sampling import sample
+from run.generate import sample
 
 
 def run(flags: str | list[str], state: job.RunState | None = None) -> str:
@@ -22,13 +22,13 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
     A mistake of the user is raised as ValueError. A faults.Failure has what was printed as a note.
     """
     flags = flags.split() if isinstance(flags, str) else flags
-    settings = start.parse(flags, dist.get_world_size() if dist.is_initialized() else 1)
+    settings = cli.parse(flags, dist.get_world_size() if dist.is_initialized() else 1)
     if settings.precision.dtype == "auto":
         settings.precision.dtype = "fp32"
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
     unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
-    shorter = patch.object(sampling, "sample", lambda model, prompt, count: sample(model, prompt, 16))
+    shorter = patch.object(generate, "sample", lambda model, prompt, count: sample(model, prompt, 16))
     with shorter, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(),
@@ -41,7 +41,7 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
 
 def first_step(flags: str) -> tuple:
     """(settings, groups, model, optimizer, this rank's micro-batches) of a run that begins."""
-    settings = start.parse(flags.split(), grids.everyone().size)
+    settings = cli.parse(flags.split(), grids.everyone().size)
     groups, model, optimizer = grids.build(settings)
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
     share = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)

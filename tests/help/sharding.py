@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from watch import in_order
 
-import collectives
 import pp
 import train
 import zero
-from collectives import Pending
-from param import DTYPES, Spec, parameter
+from core import collectives
+from core.collectives import Pending
+from core.param import DTYPES, Spec, parameter
 from run import job
 from run.meter import Meter
 

@@ -2,9 +2,9 @@ import json
 import sys
 from dataclasses import dataclass
 
-import config
-from config import need, setting
-from plan.time import HELD_OUT
+from core import config
+from core.config import need, setting
+from plan.step_time import HELD_OUT
 
 from . import __doc__ as DOC
 from . import fit, runs

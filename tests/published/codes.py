@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from config import Config, Model
+from core.config import Config, Model
 from plan import costs, memory
-from plan.time import Code, Run, Seconds
+from plan.step_time import Code, Run, Seconds
 
 # Fractions of the peak that attention reaches, forward and backward together, on Ampere and on later GPUs: Dao 2022;
 # Dao 2023, figures 4 to 7; Shah et al. 2024, figures 5 and 6.
@@ -23,8 +23,8 @@ CHOICES = {"attention_kernel": ("standard", *ATTENTION_FRACTION), "tp_overlap": 
 
 
 class Constants(NamedTuple):
-    """Speeds of other codes, which fit.py fits together with plan.time.Constants; `unfused` was chosen by hand."""
-    unfused_passes: float = 15.5  # as plan.time.Constants.passes, in code that is not `fused`
+    """Speeds of other codes, which fit.py fits together with plan.step_time.Constants; `unfused` was chosen by hand."""
+    unfused_passes: float = 15.5  # as plan.step_time.Constants.passes, in code that is not `fused`
     launch_s: float = 4.37e-3  # host time of a layer, forward and backward
     unfused: float = 1.4  # activations that a layer saves in code that is not `fused`, relative to plan/memory.py
 
@@ -127,7 +127,7 @@ def standard_attention_bytes(heads: int, seq: int, width: int, itemsize: int = 2
 
 
 def with_constants(run: Run, values: Mapping[str, float]) -> Run:
-    """The run with these constants, by name: of plan.time.Constants or, if its code is another, of Constants above."""
+    """The run with these constants, by name: of plan.step_time.Constants or, if its code is another, those above."""
     ours = {name: value for name, value in values.items() if name in run.constants._fields}
     theirs = {name: value for name, value in values.items() if name in Constants._fields}
     run = run._replace(constants=run.constants._replace(**ours))

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from plan import time
-from plan.time import Run
+from plan import step_time
+from plan.step_time import Run
 
 from . import runs
 from .codes import Constants, with_constants
@@ -54,13 +54,13 @@ def measured() -> list[Pair]:
 
 
 def shipped() -> Values:
-    """The constants of plan/time.py and codes.py."""
-    both = time.CONSTANTS._asdict() | Constants()._asdict()
+    """The constants of plan/step_time.py and codes.py."""
+    both = step_time.CONSTANTS._asdict() | Constants()._asdict()
     return {name: both[name] for name in START}
 
 
 def log_error(row: Row, run: Run, values: Values, simulated: bool = True) -> float:
-    return math.log(time.step_seconds(with_constants(run, values), simulated=simulated).seconds / row.step_s)
+    return math.log(step_time.step_seconds(with_constants(run, values), simulated=simulated).seconds / row.step_s)
 
 
 def value(errors: np.ndarray, members: Members, goals: list) -> float:
@@ -128,7 +128,7 @@ def write(rounds: int = ROUNDS) -> None:
     """Fit, print the constants beside the ones in use, and write left_out.json."""
     pairs = measured()
     found, used = fit(pairs, rounds), shipped()
-    print("constants of plan/time.py and codes.py, as fitted now: as they are")
+    print("constants of plan/step_time.py and codes.py, as fitted now: as they are")
     for name in START:
         print(f"    {name:14s} {found[name]:10.3g} {used[name]:10.3g}")
     without = dict(left_out(pairs, lambda row: row.table, rounds))

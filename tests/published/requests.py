@@ -1,9 +1,9 @@
-"""A published run as an object of JSON, and the plan.time.Run that it describes.
+"""A published run as an object of JSON, and the plan.step_time.Run that it describes.
 
     {"preset": "llama-3.1-8b", "tp": 2, "zero": 1, "seq": 8192, "global_batch": 64, "gpus": 64, "machine": "h100",
      "code": {"attention_kernel": "flash3", "launch": "free"}}
 
-A request is one of plan.time.run_of, with a code: fields of codes.Other.
+A request is one of plan.step_time.run_of, with a code: fields of codes.Other.
 """
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import config
-from config import need
-from plan import time
-from plan.time import Run
+from core import config
+from core.config import need
+from plan import step_time
+from plan.step_time import Run
 
 from .codes import CHOICES, Other
 
@@ -36,7 +36,7 @@ def run_of(request: Mapping[str, Any]) -> Run:
         stages = int(asked.get("pp", 1)) * max(1, int(asked.get("chunks") or 1))
         need(stages <= layers + 4, f"--pp {asked.get('pp')}: {stages} stages of {layers} layers and four parts besides")
         asked["layers"] = max(layers, stages)  # or the command line refuses them
-    run = time.run_of(asked, code)
+    run = step_time.run_of(asked, code)
     run.settings.model.layers = layers
     code.stages(run.settings)  # raises ValueError for stages that cannot be
     return run

@@ -31,8 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from config import need
-from plan import time
+from core.config import need
+from plan import step_time
 from plan.printing import table
 
 from .codes import with_constants
@@ -75,10 +75,10 @@ def rows(folder: str | Path = FOLDER) -> Iterator[Row]:
 # ---- predictions beside them ----------------------------------------------------------------------------------------
 
 class Found(NamedTuple):
-    """A run and what is predicted of it: with the constants of plan/time.py, which most runs helped to fit, and the
-    step held out; None for what is not known or may not be called so."""
+    """A run and what is predicted of it: with the constants of plan/step_time.py, which most runs helped to fit, and
+    the step held out; None for what is not known or may not be called so."""
     row: Row
-    kind: str = ""  # see time.kind_of
+    kind: str = ""  # see step_time.kind_of
     step_s: float | None = None
     held_out_s: float | None = None
     memory_gb: float | None = None
@@ -92,10 +92,10 @@ def predict(row: Row, left_out: Mapping[str, Mapping[str, float]]) -> Found:
         run = run_of(row.request)
     except ValueError as error:
         return Found(row, refused=str(error))
-    found, held_out = time.predict(run), None
+    found, held_out = step_time.predict(run), None
     if row.step_s and "times" not in row.read_off and row.table in left_out:
-        held_out = time.step_seconds(with_constants(run, left_out[row.table])).seconds
-    return Found(row, time.kind_of(run), found.step_s, held_out, found.memory_gb, found.fits)
+        held_out = step_time.step_seconds(with_constants(run, left_out[row.table])).seconds
+    return Found(row, step_time.kind_of(run), found.step_s, held_out, found.memory_gb, found.fits)
 
 
 def read_left_out() -> dict[str, dict[str, float]]:
@@ -176,8 +176,9 @@ def print_check(folder: str | Path = FOLDER) -> None:
     left_out = read_left_out()
     found = [predict(row, left_out) for row in rows(folder)]
     ran = [one for one in found if one.row.step_s and one.step_s]
-    print("Errors of step times. Fitted: with the constants of plan/time.py, which most of these runs helped to fit.\n"
-          "Held out: with constants fitted without the run's source, but for runs whose labels were read off times.")
+    print("Errors of step times. Fitted: with the constants of plan/step_time.py, which most of these runs helped to "
+          "fit.\nHeld out: with constants fitted without the run's source, but for runs whose labels were read off "
+          "times.")
     titles = {"by kind of run": lambda one: [one.kind], "by source": lambda one: one.row.groups}
     for title, names_of in titles.items():
         groups: dict[str, list[Found]] = {}

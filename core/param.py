@@ -1,4 +1,4 @@
-"""How a parameter is sharded over the grid, and how it is initialised. gradients.py has how it receives its gradient.
+"""How a parameter is sharded over the grid, and how it is initialised. How it receives its gradient: core/gradients.py.
 
 Three words, in the order in which a parameter meets them:
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from collectives import ALONE, Groups
+from core.collectives import ALONE, Groups
 
 Box = tuple[slice, ...]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -66,7 +66,7 @@ class Spec:
     name: str  # global: the same on every grid
     shape: tuple[int, ...]  # of the global tensor
     along: dict[str, int | str] = field(default_factory=dict)
-    data_axis: str = "dp"  # the axis that ZeRO shards it over; of experts "edp": see groups.py
+    data_axis: str = "dp"  # the axis that ZeRO shards it over; of experts "edp": see core/groups.py
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution that initial values are drawn from
     std: float = 0.0  # 0: all initial values are `mean`

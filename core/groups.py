@@ -32,8 +32,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from collectives import Group, Groups
-from config import Grid, Model, need
+from core.collectives import Group, Groups
+from core.config import Grid, Model, need
 
 AXES = ("muon", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
         "ep", "edp")  # members_of_axes says what each is

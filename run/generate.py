@@ -4,8 +4,8 @@ A cache has the keys and values of earlier tokens, so a step computes one token.
 parallel ranks compute their shards of each layer, and pipeline ranks run their stages one after the other. Context
 parallel ranks all compute the same; so do data parallel ranks, or they do not take part.
 
-    python -m run.sampling CKPT --prompt TEXT          CKPT: a checkpoint, or a folder with a published model
-    torchrun --nproc_per_node=2 -m run.sampling CKPT --prompt TEXT --tp 2          and any other flags of train.py
+    python -m run.generate CKPT --prompt TEXT          CKPT: a checkpoint, or a folder with a published model
+    torchrun --nproc_per_node=2 -m run.generate CKPT --prompt TEXT --tp 2          and any other flags of train.py
 """
 import os
 import sys
@@ -13,9 +13,9 @@ import sys
 import torch
 from torch.nn import Module
 
-import config
-from collectives import Groups, all_reduce, receive, send
-from param import shard_slice
+from core import config
+from core.collectives import Groups, all_reduce, receive, send
+from core.param import shard_slice
 from run.data import Codec
 
 
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
         return
     where = arguments.index("--prompt") if "--prompt" in arguments[1:-1] else 0
     if not where or arguments[0].startswith("-") or not arguments[where + 1]:
-        print("run.sampling: usage: python -m run.sampling CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
+        print("run.generate: usage: python -m run.generate CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
         sys.exit(2)
     path, *flags = arguments
     flags[where - 1:where + 1] = ["--sample=" + flags[where]]  # in one word, so that a prompt may begin with @ or -
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> None:
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
     no_training = ["--steps", "0", "--out", "", "--save-every", "0", "--rewind", "0", "--metrics", "", "--val-data",
                    "--eval-every", "0", "--optimizer", "sgd", "--moments", "auto"]  # SGD has no moments to load
-    train = os.path.join(os.path.dirname(config.__file__), "train.py")
+    train = os.path.join(os.path.dirname(os.path.dirname(__file__)), "train.py")
     os.execv(sys.executable, [sys.executable, train, "--init-from" if published else "--resume", path, *default_grid,
                               *batch, *no_training, *flags])
 

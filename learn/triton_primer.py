@@ -1,7 +1,7 @@
 """A GPU primer: a crash course in Triton, as one matmul in nine kernels and one GELU in five versions.
 
 Read it before kernels.py and flash.py: each of the nine kernels adds one idea that those rely on.
-`python -m learn.gpu` shows what each kernel reads, and on a GPU how fast it is.
+`python -m learn.triton_primer` shows what each kernel reads, and on a GPU how fast it is.
 
 A GPU has 100 to 150 processors (SMs), each with four tensor cores, and one memory for all of them. An H200 does 989e12
 bf16 operations per second and moves 4.8e12 bytes, so it waits for memory unless it does 206 operations per byte. A bf16
@@ -54,7 +54,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from collectives import run_demo
+from core.collectives import run_demo
 
 SECTOR = 32  # bytes, the least that memory moves
 WARP = 32  # threads that execute one instruction together
@@ -431,7 +431,7 @@ def format_profile(function: Callable[..., Tensor], *inputs: Tensor) -> str:
     return profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=40)
 
 
-# ---- demo: python -m learn.gpu --------------------------------------------------------------------------------------
+# ---- demo: python -m learn.triton_primer ----------------------------------------------------------------------------
 
 def draw_sectors(name: str, stride_bytes: int, itemsize: int) -> str:
     """The addresses that a warp's first threads read, and below them how many threads each sector of memory serves."""

@@ -6,8 +6,8 @@ A setting is declared once, in the dataclasses below: its name, default and help
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
 A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
-file, where `#` begins a comment; as the value of a flag it is text. `read` reads the command line. rules.py completes
-and checks what was read. ValueErrors are one line: the flag, its value, what works.
+file, where `#` begins a comment; as the value of a flag it is text. `read` reads the command line. core/rules.py
+completes and checks what was read. ValueErrors are one line: the flag, its value, what works.
 
 This file needs the standard library only, so that a typo in a flag is answered at once, not after torch's import.
 """
@@ -29,7 +29,7 @@ TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
 CP_STYLES = ("allgather", "ring", "ulysses")
 OFFLOADS = "none", "optimizer", "activations", "both"
 # --optimizer: names of the moments, tensors as large as the weights that it remembers between steps. Of muon, those of
-# matrices: the other weights have adamw's. update.py has the rules; plan/ counts the moments' bytes.
+# matrices: the other weights have adamw's. optimizers.py has the rules; plan/ counts the moments' bytes.
 OPTIMIZERS = {
     "adamw": ("m", "v"),
     "muon": ("m",),
@@ -92,7 +92,7 @@ def positive(default, help, most=LARGEST, needs=""):
 
 @dataclass
 class Model:
-    preset: str = setting("tiny", "an architecture; the flags below override its fields: see PRESETS in config.py")
+    preset: str = setting("tiny", "an architecture; the flags below override its fields: see PRESETS in core/config.py")
     layers: int = positive(4, "transformer blocks", most=MOST_LAYERS)
     hidden: int = positive(128, "width of the residual stream")
     heads: int = positive(4, "query heads")
@@ -343,7 +343,7 @@ class Config:
     data: Data
     run: Run
     before_defaults: dict = field(default_factory=dict)  # all settings before `complete`: what other runs inherit
-    grid_is_example: bool = False  # whether run/start.py chose the grid, because the command line names none
+    grid_is_example: bool = False  # whether run/cli.py chose the grid, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
     ranks: int = 1  # the world size
 

@@ -17,9 +17,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import config
-import rules
-from config import FIELDS, PRESETS, Config, flag, is_of_kind, need, problem_of
+from core import config, rules
+from core.config import FIELDS, PRESETS, Config, flag, is_of_kind, need, problem_of
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import Group, run_demo, sent
+from core.collectives import Group, run_demo, sent
 
 
 class Step(NamedTuple):
@@ -471,7 +471,7 @@ def replay(logs: list[list[Step]], link: Callable[[int, int], tuple[float, float
     return sorted(messages, key=lambda message: (message.end, message.source, message.to))
 
 
-# ---- demo: python -m learn.collectives ------------------------------------------------------------------------------
+# ---- demo: python -m learn.written_out ------------------------------------------------------------------------------
 
 def two_levels(n: int) -> tuple[int, Group, Group]:
     """Ranks per node, this rank's node and the ranks with its place in a node, for two nodes if n is even, else one."""

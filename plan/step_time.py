@@ -32,10 +32,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-import config
-import rules
 import schedules
-from config import Config, need, padded_length
+from core import config, rules
+from core.config import Config, need, padded_length
 from plan import costs, memory
 from plan.machines import Machine, collective_seconds, family_of, read_machine
 
@@ -414,7 +413,7 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
 
 def update_seconds(run: Run, buckets: list[float]) -> float:
     """Of the optimizer's update of so many parameters per bucket. If the host has its state, gradients are copied there
-    while it updates those that have arrived, and weights are copied back at the same time (collectives.py)."""
+    while it updates those that have arrived, and weights are copied back at the same time (core/collectives.py)."""
     moments, machine = 2 * memory.moment_bytes(run.settings, 2), run.machine
     if not run.settings.precision.offloads("optimizer"):
         return run.memory((24 + moments) * sum(buckets))
@@ -553,7 +552,7 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
 
 
 def parse(flags: list[str], gpus: int) -> Config:
-    """As rules.parse, which does not read models and checkpoints; run/start.py does."""
+    """As rules.parse, which does not read models and checkpoints; run/cli.py does."""
     given = config.read(flags)
     for name in ("init_from", "resume"):
         path = given.get(name)

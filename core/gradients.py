@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from collectives import Pending, done
+from core.collectives import Pending, done
 
 Params = tuple[nn.Parameter, ...]
 

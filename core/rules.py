@@ -14,7 +14,7 @@ import math
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from config import (
+from core.config import (
     CP_STYLES,
     FIELDS,
     MOST_MICRO_BATCHES,
@@ -45,7 +45,7 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     cannot run.
     """
     flags = read(arguments)
-    assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), "run/start.py reads these"
+    assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), "run/cli.py reads these"
     preset = flags.get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     if inherited is None:

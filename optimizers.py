@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from config import OPTIMIZERS
-from param import Spec
+from core.config import OPTIMIZERS
+from core.param import Spec
 
 Parts = list[tuple[Spec, Tensor]]  # the parts of a flat tensor, each with the Spec that says whether it decays
 

@@ -15,7 +15,7 @@ Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCC
 
 `sent` counts these bytes per axis of the grid. In a group of one rank every collective is the identity and sends
 nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
-learn/collectives.py has every collective written out, and shows who sends what to whom.
+learn/written_out.py has every collective written out, and shows who sends what to whom.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
 """

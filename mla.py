@@ -1,6 +1,6 @@
 """Latent attention: keys and values of all heads are made of one narrow vector per token, and a key that heads share.
 
-Saves: the KV cache has R + r numbers per token and layer in place of 2 K D of grouped queries (python latent.py); with
+Saves: the KV cache has R + r numbers per token and layer in place of 2 K D of grouped queries (python mla.py); with
        context parallelism latents are sent in place of keys and values: see cp.py's table.
 Costs: each tensor parallel rank caches all R + r, where of grouped queries it has 2 K D / t, and has the matrices that
        make latents; each context parallel rank makes keys and values of all tokens, c times its share of that work;
@@ -12,7 +12,7 @@ Stops helping when: nothing is sampled, and c = 1: training saves keys and value
                    └───────────────────►     [ the shared key, to be rotated ]
 
 The rotated part of a key is not made of the latent: were it rotated after w_kv_up, no inference engine could multiply
-w_kv_up into w_q_up once for all, and attend to latents (run/sampling.py makes keys of them). It is shared, or the cache
+w_kv_up into w_q_up once for all, and attend to latents (run/generate.py makes keys of them). It is shared, or the cache
 would have N r. Queries are made of a latent of their own, or of x (Q = 0).
 
 DeepSeek-AI 2024 (V2), section 2.1.
@@ -23,10 +23,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from config import Model, need
+from core.config import Model, need
+from core.param import Spec
+from core.rules import parse
 from operations import RMSNorm, rotate_tail
-from param import Spec
-from rules import parse
 from tp import ColumnParallelLinear, MakeParameter, RowParallelLinear, TensorParallel
 
 NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in forward, and sum no gradient in backward
@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
         return torch.cat((k, shared_key, v, padding), -1)
 
 
-# ---- demo: python latent.py -----------------------------------------------------------------------------------------
+# ---- demo: python mla.py -----------------------------------------------------------------------------------------
 
 def demo() -> None:
     for name in ("llama-2-7b", "llama-3.1-70b", "llama-3.1-405b", "deepseek-v3", "kimi-k2"):
@@ -101,5 +101,5 @@ def demo() -> None:
 
 
 if __name__ == "__main__":
-    from collectives import run_demo
+    from core.collectives import run_demo
     run_demo(lambda group: demo())
