@@ -9,8 +9,8 @@ The table:
     seq = "seq-len"
 
     [files]                            # also the imports of a file, `python -m`, links and names in prose
-    "core/config.py" = "core/config.py"
-    "mla.py" = "mla.py"
+    "config.py" = "core/config.py"
+    "latent.py" = "mla.py"
 
     [[code]]                           # text that stands between characters that are no part of a name
     old = "batch.seq"
@@ -64,11 +64,11 @@ def rewrite_flags(text: str, flags: dict[str, str]) -> str:
 
 
 def rewrite_files(text: str, files: dict[str, str]) -> str:
-    """Names of files in prose, links and commands. `../core/config.py` is a link; `x/config.py` is another file."""
+    """Names of files in prose, links and commands. `../config.py` is a link; `x/config.py` is another file."""
     for old, new in files.items():
         text = re.sub(rf"(?<![\w/.-])((?:\.\./)*){re.escape(old)}(?!\w)", lambda found, new=new: found[1] + new, text)
         if "/" in old:
-            # `run.generate`, as in `python -m run.generate` and in imports. A module of the root has no dot to know it
+            # `run.sampling`, as in `python -m run.sampling` and in imports. A module of the root has no dot to know it
             # by: rewrite_imports finds its imports.
             text = re.sub(rf"(?<![\w.]){re.escape(module_of(old))}(?!\w)", module_of(new), text)
     return text
