@@ -28,8 +28,8 @@ in gradients of keys and values (accumulation dtype); W width of a latent and it
 
 In forward Ulysses sends less than a ring with more than N/K + 1 ranks, but copies key and value heads if c does not
 divide their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
-ranks with the same heads attend in another style. --doc-mask --cp-zigzag document splits each document zig-zag, not
-the sequence, as documents do not see each other.
+ranks with the same heads attend in another style. --mask-documents --cp-zigzag document splits each document zig-zag,
+not the sequence, as documents do not see each other.
 Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention; zhuzilin's ring-flash-attention (zig-zag);
 Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 """

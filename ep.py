@@ -562,7 +562,7 @@ class Balance(NamedTuple):
     aux_loss: float = 0.0  # coefficient of the auxiliary loss, the mean over sequences
     over: str = "sequence"  # or "micro-batch": c, p and S of the auxiliary loss are sums over all its sequences
     z_loss: float = 0.0  # coefficient of the z-loss
-    bias_rate: float = 0.0
+    router_bias_rate: float = 0.0
 
 
 def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
@@ -621,7 +621,7 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool 
     loads, loss = sums[:, :-1], sums[:, -1].sum()
     mean = loads.mean(-1, keepdim=True)
     for router, direction in zip(routers, (mean - loads).sign()):
-        router.bias += direction.to(router.bias.dtype) * router.balance.bias_rate * apply
+        router.bias += direction.to(router.bias.dtype) * router.balance.router_bias_rate * apply
         router.load.zero_()
         router.loss.zero_()
     return (loads / mean).max(), loss
@@ -682,7 +682,7 @@ def show_balance(group: Group) -> None:
     T, H, E, k, updates = 256, 16, lcm(8, group.size), 2, 30
     weight = nn.Parameter(torch.randn(E, H, generator=torch.Generator().manual_seed(0)) / 4)
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(group.rank)) + torch.linspace(-2, 2, H)
-    router = Router("demo", weight, Model(experts=E, top_k=k, router="sigmoid"), Balance(bias_rate=0.01))
+    router = Router("demo", weight, Model(experts=E, top_k=k, router="sigmoid"), Balance(router_bias_rate=0.01))
     info = RoutingInfo(torch.zeros(T, dtype=torch.long), 1, aux_loss_scale=1.0)
     loads, largest = [], []
     for _ in range(updates + 1):

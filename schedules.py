@@ -224,7 +224,7 @@ def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
 
 def plan_of(grid, micro_batches: int) -> Plan:
     """The plan of a config.Grid. Raises ValueError as `make_plan` does."""
-    return make_plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.chunks)
+    return make_plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.virtual_stages)
 
 
 # ---- sends and receives ---------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
         cp_style=grid.cp_style,  # cp.py
         recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
     pipeline = Pipeline(partial(plan_of, grid), groups["pp"], device)  # micro-batches -> the schedule's plan, pp.py
-    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)  # of experts, ep.py
+    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.router_bias_rate)  # of experts, ep.py
     model = Llama(settings.model, groups, execution, stages=own_stages(settings, groups["pp"]), balance=balance,
                   z_loss=optim.z_loss, pipeline=pipeline, mtp_weight=optim.mtp_weight)
     if precision.fp8 != "none":
@@ -133,9 +133,9 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
 def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Optimizer:
     """The buckets of dp.py, sharded by zero.py, and their update. All weights are zeros until `load`."""
     grid, optim, precision = settings.grid, settings.optim, settings.precision
-    moments = torch.bfloat16 if precision.moments == "bf16" else acc_dtype(model.execution.dtype)
+    moments = torch.bfloat16 if precision.moments_dtype == "bf16" else acc_dtype(model.execution.dtype)
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
-                     betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.clip, moments_dtype=moments,
+                     betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.grad_clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
                      offload=OffloadedState if precision.offloads("optimizer") else None,
                      head=model.head,  # its backward follows its forward: ZeRO-3 keeps it whole between them
@@ -241,7 +241,7 @@ def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
     model = build_model(settings, groups, "cpu")
     optimizer = build_optimizer(settings, model, groups)
     sequences = max(sequences for sequences, _ in settings.batch.ramp())
-    samples = dryrun.ZeroSamples(settings.batch.seq)
+    samples = dryrun.ZeroSamples(settings.batch.seq_len)
     micro_batches = local_micro_batches(samples, 0, sequences, settings, groups)
 
     def step() -> None:

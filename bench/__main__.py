@@ -254,7 +254,7 @@ def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: 
             logits = model(input_ids=tokens, **inputs).logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
             (loss * data_parallel).backward()  # all three wrappers divide gradients by the number of ranks
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         if data_parallel > 1:
             dist.all_reduce(loss.detach())
         if wrap in ("fsdp", "dtensor"):
@@ -287,7 +287,7 @@ def bench_training(part: str, flags: list[str]) -> None:
         except ValueError as error:
             cli.refuse(error, "bench")
         torch.manual_seed(0)  # all ranks draw the same global batch
-        windows = torch.randint(settings.model.vocab, (settings.batch.global_batch, settings.batch.seq + 1))
+        windows = torch.randint(settings.model.vocab, (settings.batch.global_batch, settings.batch.seq_len + 1))
         batch = windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
         repeats, steps = (5, 20) if n > 1 else (60, 1)
         compare({f"penteract {our_flags}": partial(build_ours, settings, *batch),

@@ -52,7 +52,7 @@ SIZES = {  # of each model: the largest first. A card gets the first one that fi
            Size("Llama 8B with 4 layers, micro-batch 1",
                 "--preset llama-3.1-8b --layers 4 --micro-batch 1 --global-batch 16")],
     "whole 8B": [Size("Llama 8B, all 32 layers, moments in bf16",
-                      "--preset llama-3.1-8b --moments bf16 --micro-batch 1 --global-batch 8",
+                      "--preset llama-3.1-8b --moments-dtype bf16 --micro-batch 1 --global-batch 8",
                       "2.7-2.95 s, 11-12.2k tokens/s, MFU 58-64%; published: 10,471 tokens/s (KempnerForge, which "
                       "recomputes all)")],
     "3B": [Size("Llama 3B", "--preset llama-3.2-3b --micro-batch 4 --global-batch 16",
@@ -65,7 +65,7 @@ SIZES = {  # of each model: the largest first. A card gets the first one that fi
            Size("Llama 1B, micro-batch 1", "--preset llama-3.2-1b --micro-batch 1 --global-batch 16"),
            Size("Llama 1B with 8 layers, micro-batch 1",
                 "--preset llama-3.2-1b --layers 8 --micro-batch 1 --global-batch 16")],
-    "short": [Size("Llama 1B, one sequence of 1024", "--preset llama-3.2-1b --seq 1024 --global-batch 1",
+    "short": [Size("Llama 1B, one sequence of 1024", "--preset llama-3.2-1b --seq-len 1024 --global-batch 1",
                    "MFU 15-30%, idle > 40%: the host takes about 2 ms a layer, the GPU 0.8")],
     "experts": [Size("Qwen3-30B-A3B with 4 layers",
                      "--preset qwen3-30b-a3b --layers 4 --micro-batch 2 --global-batch 8",

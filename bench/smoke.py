@@ -35,15 +35,15 @@ from run.ranks import meet
 
 ROOT = Path(__file__).parent.parent
 GRIDS = ["--zero 0", "--zero 1", "--zero 2 --micro-batch 2", "--zero 3 --recompute full", "--tp 2", "--tp 2 --sp off",
-         "--tp 2 --sp async --recompute selective", "--cp 2", "--cp 2 --cp-style ring --doc-mask",
+         "--tp 2 --sp async --recompute selective", "--cp 2", "--cp 2 --cp-style ring --mask-documents",
          "--cp 2 --cp-style ulysses", "--cp 4 --cp-style ring --cp-ulysses 2", "--pp 2",
-         "--pp 2 --schedule interleaved --chunks 2", "--pp 2 --schedule zb-v", "--preset tiny-moe",
+         "--pp 2 --schedule interleaved --virtual-stages 2", "--pp 2 --schedule zb-v", "--preset tiny-moe",
          "--preset tiny-moe --ep 2 --zero 1", "--zero 3 --dp-replicate 2", "--pp 2 --tp 2",
          "--cp 2 --tp 2 --zero 3", "--pp 2 --cp 2 --tp 2 --preset tiny-moe --ep 4 --schedule zb-h1"]
-COMMON = "--steps 3 --warmup 0 --global-batch 16 --sample="
+COMMON = "--steps 3 --warmup 0 --global-batch 16 --sample-prompt="
 TOLERANCE = dict(fp32=1e-4, bf16=2e-2)
-NOT_THE_MODEL = ("dp", "cp", "cp_style", "cp_zigzag", "cp_ulysses", "tp", "pp", "schedule", "chunks", "ep", "zero",
-                 "dp_replicate", "sp")
+NOT_THE_MODEL = ("dp", "cp", "cp_style", "cp_zigzag", "cp_ulysses", "tp", "pp", "schedule", "virtual_stages", "ep",
+                 "zero", "dp_replicate", "sp")
 USAGE = 'torchrun --nproc_per_node=N -m bench smoke [--grids "FLAGS; FLAGS"] [--device auto|cpu]'
 
 

@@ -24,7 +24,7 @@ from run.data import open_samples
 
 
 def settings_of(flags: str, steps: int = 10) -> config.Config:
-    return rules.parse(f"--seq 4096 --dtype bf16 --steps {steps} --warmup 0 --sample= {flags}".split())
+    return rules.parse(f"--seq-len 4096 --dtype bf16 --steps {steps} --warmup 0 --sample-prompt= {flags}".split())
 
 
 # ---- a run and its kernels ------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def measure_training(flags: str, steps: int = 8, profiled: int = 2) -> Result:
 
 def measure_final_loss(fp8_recipe: str) -> Result:
     """The mean loss of the last 200 of 2,000 steps of a small Llama, as in tests/test_fp8.py."""
-    records, _ = train_llama("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq 128 --global-batch 4 "
+    records, _ = train_llama("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq-len 128 --global-batch 4 "
                              f"--lr 5e-4 --warmup 20 --fp8 {fp8_recipe}", 2000)
     loss = statistics.mean(record["loss"] for record in records[-200:])
     return Result(statistics.median(record["step_s"] for record in records), f"loss {loss:.4f} nats per token")

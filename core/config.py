@@ -113,7 +113,7 @@ class Model:
                                  needs="kv_lora_rank")
     v_head_dim: int = setting(0, "width of a value head; 0: head-dim", needs="kv_lora_rank")
     window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
-    window_every: int = setting(0, "every so many layers one has full attention; 0: none has",
+    full_attention_every: int = setting(0, "every so many layers one has full attention; 0: none has",
                                 needs="window")
     experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
     top_k: int = positive(2, "experts that a token is sent to", needs="experts")
@@ -150,7 +150,7 @@ class Model:
 
     def window_of(self, layer: int) -> int:
         """How many tokens a token of this layer sees; 0: all before it."""
-        return 0 if self.window_every and (layer + 1) % self.window_every == 0 else self.window
+        return 0 if self.full_attention_every and (layer + 1) % self.full_attention_every == 0 else self.window
 
 
 @dataclass
@@ -162,14 +162,14 @@ class Grid:
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
                                          "all-to-all from sequence to head shards", CP_STYLES)
     cp_zigzag: str = setting("sequence", "what is split so that ranks have equal work: each sequence; or, with "
-                                         "--doc-mask and best with kernels that skip hidden tiles, each document",
+                                         "--mask-documents and best with kernels that skip hidden tiles, each document",
                              ("sequence", "document"))
     cp_ulysses: int = positive(1, "neighbours that exchange heads as in ulysses; and keys, by --cp-style, with others")
     tp: int = positive(1, "tensor parallel ranks")
     pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
-    chunks: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
+    virtual_stages: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
     ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts",
                        needs="experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
@@ -214,7 +214,7 @@ class Precision:
                        "ranks wait to agree, gradients in E5M2; blockwise: one per 1x128 or 128x128 block",
                        ("none", *FP8_RECIPES))
     fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
-    moments: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
+    moments_dtype: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
     reduce_dtype: str = setting("fp32", "of gradients summed over ranks; over micro-batches: fp32", ("fp32", "bf16"))
     attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
                                      "documents and windows; math: plain torch, which saves scores",
@@ -234,7 +234,7 @@ class Precision:
 
 @dataclass
 class Batch:
-    seq: int = positive(256, "tokens per sequence")
+    seq_len: int = positive(256, "tokens per sequence")
     micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all of a step; with pp 1/(2 pp) of it")
     global_batch: int = positive(16, "sequences per step, over all ranks and micro-batches")
     batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
@@ -271,9 +271,9 @@ class Optim:
     aux_over: str = setting("sequence", "--aux-loss balances the tokens of each", ("sequence", "micro-batch"),
                             needs="experts")
     router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss", needs="experts")
-    bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)",
+    router_bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)",
                                needs="experts")
-    clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
+    grad_clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
     steps: int = setting(200, "optimizer steps")
     seed: int = setting(0, "initial weights and order of the samples")
 
@@ -285,7 +285,7 @@ class Data:
                                     "second; by default they are one stream, end to end")
     data_dtype: str = setting("auto", "of headerless .bin; auto: uint16 if --vocab fits", ("auto", "uint16", "uint32"))
     separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or each file is one")
-    doc_mask: bool = setting(False, "no attention across documents, and positions start anew in each")
+    mask_documents: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
     eval_every: int = setting(0, "steps between evaluations; 0: at the end only", needs="val_data")
     eval_steps: int = positive(8, "global batches per evaluation, at most all there are")
@@ -304,18 +304,21 @@ class Data:
 
 @dataclass
 class Run:
-    out: str = setting("", "save checkpoints in this folder, on a file system that all ranks share")
-    save_every: int = setting(0, "steps between checkpoints; 0: after the last step only", needs="out")
-    keep: int = setting(2, "how many checkpoints stay in --out; 0: all")
-    resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --out, if any; "
+    checkpoint_dir: str = setting("", "save checkpoints in this folder, on a file system that all ranks share")
+    save_every: int = setting(0, "steps between checkpoints; 0: after the last step only", needs="checkpoint_dir")
+    keep_checkpoints: int = setting(2, "how many checkpoints stay in --checkpoint-dir; 0: all")
+    resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --checkpoint-dir, if "
+                              "any; "
                               "settings that no flag gives are the checkpoint's")
-    insist: bool = setting(False, "on resume, accept changed data or settings; with --init-from, unused weights")
+    allow_mismatch: bool = setting(False, "on resume, accept changed data or settings; with --init-from, unused "
+                                          "weights")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
-    export_hf: str = setting("", "after training, write the weights here as transformers reads them; needs --out")
+    export_hf: str = setting("", "after training, write the weights here as transformers reads them; needs "
+                                 "--checkpoint-dir")
     metrics: str = setting("", "append each step's metrics to this file, or /dev/stdout, in JSON")
     profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
     memory_snapshot: str = setting("", "write torch's snapshot of rank 0's GPU memory in the first six steps")
-    sample: str = setting("def ", "after training on text, continue this prompt; '' for none")
+    sample_prompt: str = setting("def ", "after training on text, continue this prompt; '' for none")
     device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
     dry_run: str = setting("", "RANK/GPUS: print what a step needs on that rank of so many, run on fake tensors")
     timeout: float = positive(600.0, "seconds a collective may wait for a rank before the run fails", most=1e7)
@@ -366,7 +369,8 @@ LLAMA3 = dict(vocab=128256, rope_theta=500000.0)
 QWEN = dict(vocab=151936, rope_theta=1000000.0, norm_eps=1e-6)
 QWEN3 = dict(QWEN, qk_norm=True, head_dim=128)
 LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, head_dim=192, rope_head_dim=64, v_head_dim=128)
-DEEPSEEK = dict(LATENT, top_k=8, expert_ffn=2048, router="sigmoid", shared_experts=1, norm_eps=1e-6, bias_rate=1e-3)
+DEEPSEEK = dict(LATENT, top_k=8, expert_ffn=2048, router="sigmoid", shared_experts=1, norm_eps=1e-6,
+                router_bias_rate=1e-3)
 PRESETS = {  #             layers hidden heads kv    ffn
     "tiny": {},
     "smollm-135m":    sizes(30,   576,   9,   3,  1536, 49152, tied=True),
@@ -431,8 +435,8 @@ def problem_of(name: str, value: Any) -> str:
 # ---- reading the command line ---------------------------------------------------------------------------------------
 
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """`@file` becomes the flags in it, but for the value of a flag, as in `--sample @dataclass`; `--global_batch=8`
-    becomes `--global-batch=8`. inside: the files being read."""
+    """`@file` becomes the flags in it, but for the value of a flag, as in `--sample-prompt @dataclass`;
+    `--global_batch=8` becomes `--global-batch=8`. inside: the files being read."""
     out: list[str] = []
     for argument in arguments:
         if argument.startswith("@") and not (out and takes_one_value(out[-1])):

@@ -146,7 +146,8 @@ def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
     """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other. No
     rank is in two pairs of a round."""
     p = grid.pp
-    is_ring = grid.chunks > 1 and not grid.v_shaped and p > 2  # from the last rank's chunk to the first's next one
+    # From the last rank's chunk to the first's next one.
+    is_ring = grid.virtual_stages > 1 and not grid.v_shaped and p > 2
     edges = [(r, (r + 1) % p) for r in range(p if is_ring else p - 1)]
     rounds = [edges[::2], edges[1::2]]
     if is_ring and p % 2 == 1:  # both the first edge and the last have rank 0

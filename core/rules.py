@@ -80,7 +80,7 @@ def complete(c: Config, ranks: int) -> None:
     model.head_dim = model.head_dim or model.hidden // model.heads
     model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
     if grid.grid == "given":
-        grid.chunks = grid.chunks or (SCHEDULES[grid.schedule].chunks if grid.pp > 1 else 1)
+        grid.virtual_stages = grid.virtual_stages or (SCHEDULES[grid.schedule].chunks if grid.pp > 1 else 1)
         grid.dp = c.ranks // (grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
     optim.lr = optim.lr or min(1.2 / model.hidden, 2e-3)
     optim.min_lr = optim.lr / 10 if optim.min_lr == -1 else optim.min_lr
@@ -196,13 +196,13 @@ def rules_of_the_run(c: Config) -> list[Needs]:
     precision, optim, data, run = c.precision, c.optim, c.data, c.run
     return [
         Needs("--schedule", grid.pp > 1, "--pp 2 or more"),
-        Needs("--chunks", schedule.allows(grid.chunks) if grid.pp > 1 else grid.chunks == 1,
+        Needs("--virtual-stages", schedule.allows(grid.virtual_stages) if grid.pp > 1 else grid.virtual_stages == 1,
               f"--pp 2 or more and another --schedule: {' and '.join(GROUPED)} have any number of chunks"),
-        Needs("--pp", model.layers >= grid.pp * grid.chunks, "--layers of at least --pp x --chunks"),
+        Needs("--pp", model.layers >= grid.pp * grid.virtual_stages, "--layers of at least --pp x --virtual-stages"),
         Needs("--cp-ulysses", grid.cp > grid.head_ranks,
               f"--cp above it, and --cp-style {' or '.join(BY_BLOCKS[::-1])}: among all ranks it is ulysses"),
-        Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.doc_mask and not model.window,
-              "--doc-mask, no --window, and --cp ranks that exchange keys, as all but ulysses do"),
+        Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.mask_documents and not model.window,
+              "--mask-documents, no --window, and --cp ranks that exchange keys, as all but ulysses do"),
         Needs("--sp async", grid.tp > 1, "--tp 2 or more"),
         Needs("--tp", model.kv_heads % grid.tp == 0 or grid.tp % model.kv_heads == 0,
               "--kv-heads that it divides, or that divide it"),
@@ -213,9 +213,9 @@ def rules_of_the_run(c: Config) -> list[Needs]:
         Needs("--fp8", precision.dtype not in ("fp16", "fp64"), "--dtype bf16, or fp32 where a CPU emulates FP8"),
         Needs("--fp8", c.grid.sp != "async", "--sp on or off: matmuls shard by shard have no FP8 version"),
         Needs("--fp8-ends", len(c.fp8_layers()), "--fp8, and --layers 3 or more"),
-        Needs("--moments bf16", optim.optimizer == "adamw" and precision.dtype != "fp64",
+        Needs("--moments-dtype bf16", optim.optimizer == "adamw" and precision.dtype != "fp64",
               "--optimizer adamw, and another --dtype than fp64, which it would undo"),
-        Needs("--moments bf16", optim.betas[1] <= 0.99,
+        Needs("--moments-dtype bf16", optim.betas[1] <= 0.99,
               "--betas whose second is at most 0.99: an average in bf16 cannot move by less than 1/256 of itself"),
         Needs("--reduce-dtype bf16", precision.dtype != "fp64", "another --dtype than fp64, which it would undo"),
         Needs("--attention triton", c.model.head_dim <= 256 and precision.dtype != "fp64",
@@ -233,7 +233,7 @@ def rules_of_the_run(c: Config) -> list[Needs]:
               "a real run: in a --dry-run one device stands for GPU and host; python -m plan memory has the formula"),
         Needs("--grid auto", not run.dry_run, "a real run: it is chosen for the machine that it runs on; ask python -m "
               "plan search for the best grid of another one, and give that to --dry-run"),
-        Needs("--doc-mask", not run.dry_run,
+        Needs("--mask-documents", not run.dry_run,
               "a real run: what documents hide depends on the data, which --dry-run does not read")]
 
 
@@ -292,12 +292,13 @@ def check_batch(c: Config) -> None:
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
     share = math.gcd(*sizes) // grid.dp
-    batch.micro_batch = batch.micro_batch or share // choose_micro_batches(share, batch.seq, grid)
+    batch.micro_batch = batch.micro_batch or share // choose_micro_batches(share, batch.seq_len, grid)
     asked = f"--micro-batch {batch.micro_batch}"
-    tokens = batch.micro_batch * batch.seq  # with cp, sequences are padded to fit (padded_length)
+    tokens = batch.micro_batch * batch.seq_len  # with cp, sequences are padded to fit (padded_length)
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
-         f"--tp {grid.tp} cannot share {asked} x --seq {batch.seq} = {tokens} tokens in equal parts: use another "
-         "--seq, or --sp off")
+         f"--tp {grid.tp} cannot share {asked} x --seq-len {batch.seq_len} = {tokens} tokens in equal parts: use "
+         "another "
+         "--seq-len, or --sp off")
     Divides("--micro-batch", share, f"a rank's share of {whole}").check(c)
     count = max(sizes) // grid.dp // batch.micro_batch
     need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {whole}: must be at most "

@@ -194,13 +194,14 @@ def memory() -> Figure:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6))
     eight = dict(preset="llama-3.1-8b")
-    stacked(axes[0, 0], {f"ZeRO-{level}": of(**eight, seq=4096, dp=64, zero=level) for level in range(4)},
+    stacked(axes[0, 0], {f"ZeRO-{level}": of(**eight, seq_len=4096, dp=64, zero=level) for level in range(4)},
             "Llama 3.1 8B, dp 64, sequences of 4,096", 80)
-    stacked(axes[0, 1], {f"{seq:,}": of(**eight, seq=seq, dp=64, zero=3) for seq in (2048, 4096, 8192, 16384, 32768)},
+    stacked(axes[0, 1], {f"{seq:,}": of(**eight, seq_len=seq, dp=64, zero=3)
+                         for seq in (2048, 4096, 8192, 16384, 32768)},
             "the same, ZeRO-3, by sequence length", 80)
-    stacked(axes[1, 0], {way: of(**eight, seq=16384, dp=64, zero=3, recompute=way) for way in costs.RECOMPUTE},
+    stacked(axes[1, 0], {way: of(**eight, seq_len=16384, dp=64, zero=3, recompute=way) for way in costs.RECOMPUTE},
             "the same, 16,384 tokens, by what is recomputed", 80)
-    seventy = dict(preset="llama-3.1-70b", seq=8192, recompute="selective")
+    seventy = dict(preset="llama-3.1-70b", seq_len=8192, recompute="selective")
     grids = ((256, 1, 1, 1, 3), (32, 8, 1, 1, 1), (8, 8, 4, 1, 1), (4, 8, 4, 2, 1), (2, 8, 8, 2, 1))
     stacked(axes[1, 1], {f"dp {dp} tp {tp} pp {pp} cp {cp}, ZeRO-{zero}": of(**seventy, dp=dp, tp=tp, pp=pp, cp=cp,
                                                                                 zero=zero)
@@ -219,7 +220,7 @@ def planner() -> Figure:
     figure, axes = pyplot.subplots(figsize=(9, 3.6))
     cells = torch.full((len(models), len(gpus)), float("nan"))
     for (row, (preset, (batch, given))), (column, count) in product(enumerate(models.items()), enumerate(gpus)):
-        run = step_time.run_of(dict(preset=preset, seq=8192, global_batch=max(batch, count), machine="h100"))
+        run = step_time.run_of(dict(preset=preset, seq_len=8192, global_batch=max(batch, count), machine="h100"))
         found, _ = search.search(run, count, given, simulated=10)
         text = "does not fit"
         if found:
@@ -272,7 +273,7 @@ def scaling() -> Figure:
         if column == 1:
             draw_line(column, {size: request | dict(sp="off") for size, request in requests.items()}, ls="--",
                       label="without sequence parallelism")
-    long = next(row.request for row in runs if row.request["dp"] == 128) | dict(seq=32768, global_batch=128)
+    long = next(row.request for row in runs if row.request["dp"] == 128) | dict(seq_len=32768, global_batch=128)
     draw_line(3, {cp: long | dict(cp=cp, dp=128 // cp) for cp in (2, 4, 8, 16)})
     axes[0, 3].set_title("context parallel ranks of 128,\n32,768 tokens (not measured)")
     axes[0, 0].set(ylabel="tokens/s per GPU", ylim=0)
@@ -285,7 +286,8 @@ def scaling() -> Figure:
 
 def overlap() -> Figure:
     """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits."""
-    run = step_time.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq=16384, global_batch=256, micro_batch=1,
+    run = step_time.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq_len=16384, global_batch=256,
+                                micro_batch=1,
                               machine="h100"))
     times = {found.technique.split(":")[0] + (" back" if "backward" in found.technique else ""): found
              for found in overlaps(run)}
@@ -505,7 +507,7 @@ class Recorder(Meter):
 
 def steps() -> Figure:
     """Live bytes in the first four steps, by kind, counted after every operation of a small Llama on one process."""
-    settings = rules.parse("--layers 8 --seq 512 --global-batch 8 --micro-batch 4 --device cpu".split())
+    settings = rules.parse("--layers 8 --seq-len 512 --global-batch 8 --micro-batch 4 --device cpu".split())
     device = torch.device("cpu")
     groups = build_groups(settings.grid, settings.model)
     samples = open_samples(settings, [], 0)
@@ -576,7 +578,7 @@ def train_runs(common: str, runs: dict[str, tuple[int, str]]) -> Figure:
         for number, (title, (ranks, flags)) in enumerate(runs.items()):
             print(f"{title}, {number + 1} of {len(runs)}", file=sys.stderr, flush=True)
             store, path = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), os.path.join(folder, title)
-            flags = [*common.split(), *flags.split(), "--device", "cpu", "--data", topics.__file__, "--sample=",
+            flags = [*common.split(), *flags.split(), "--device", "cpu", "--data", topics.__file__, "--sample-prompt=",
                      "--metrics", f"{path}.jsonl"]
             started = [context.Process(target=as_rank, args=(rank, ranks, store.port, flags, f"{path}.log"))
                        for rank in range(ranks)]
@@ -591,12 +593,12 @@ def train_runs(common: str, runs: dict[str, tuple[int, str]]) -> Figure:
 
 def losses() -> Figure:
     """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
-    return train_runs("--dtype fp64 --hidden 64 --ffn 176 --steps 12 --seq 32 --global-batch 8", GRIDS)
+    return train_runs("--dtype fp64 --hidden 64 --ffn 176 --steps 12 --seq-len 32 --global-batch 8", GRIDS)
 
 
 def fp8() -> Figure:
     """Losses with FP8 matmuls, emulated on a CPU, follow those of bf16; fp32 shows what chaos alone does."""
-    return train_runs("--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq 64 --global-batch 8", FP8)
+    return train_runs("--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq-len 64 --global-batch 8", FP8)
 
 
 def read_losses(path: str) -> tuple[str, dict[int, float]]:
@@ -667,7 +669,7 @@ def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], f
 def experts() -> Figure:
     """Tokens of each expert after 300 steps, relative to the mean, without balancing and with two ways of it."""
     ways = {"nothing": ep.Balance(), "an auxiliary loss": ep.Balance(aux_loss=0.1),
-            "biases": ep.Balance(bias_rate=0.01)}
+            "biases": ep.Balance(router_bias_rate=0.01)}
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 2.7), sharey=True)
     for ax, (way, balance) in zip(axes, ways.items()):
         shares, final = train_experts(balance)

@@ -1,6 +1,6 @@
 """What a run needs before it runs: does it fit, how long does a step take, which grid is best, what does it cost?
 
-    python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192
+    python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq-len 8192
 
 A command takes train.py's flags and some of its own; --help lists both. Neither torch nor a GPU is needed. The formulas
 are in plan/costs.py and plan/memory.py, the times in plan/step_time.py, the pipelines in schedules.py, the best grid in
@@ -67,20 +67,20 @@ def changed(run: Run, section: str, **values) -> Run | None:
 
 STATE = {"bf16 weights 2 + gradients 2, fp32 master 4 + moments 8": 16, "with fp32 gradients besides": 20,
          "16 with moments in bf16": 12, "this code: fp32 gradients instead": 18,
-         "this code with --moments bf16": 14}  # bytes per parameter
+         "this code with --moments-dtype bf16": 14}  # bytes per parameter
 
 
 def print_asked(run: Run, gpus: int, given: dict) -> None:
     """The batch and the machine that are planned for. given: the settings that flags give."""
     batch = run.settings.batch
-    sequences, missing = batch.ramp()[-1][0], [name for name in ("global_batch", "seq") if name not in given]
+    sequences, missing = batch.ramp()[-1][0], [name for name in ("global_batch", "seq_len") if name not in given]
     if "batch_ramp" in given:
         missing = [name for name in missing if name != "global_batch"]
     by_default = ""
     if missing and run.settings.model.preset not in ("tiny", "tiny-moe"):
         flags = " and ".join(map(config.flag, missing))
         by_default = f". Warning: {flags} {'are' if missing[1:] else 'is'} not given, and the default is the tiny run's"
-    print(f"batch    {sequences:,} sequences of {batch.seq:,} tokens, {sequences * batch.seq:,} tokens per step"
+    print(f"batch    {sequences:,} sequences of {batch.seq_len:,} tokens, {sequences * batch.seq_len:,} tokens per step"
           + by_default)
     print(f"machine  {gpus:,} x {run.machine.name}, {run.machine.memory_bytes / 2**30:,.0f} GiB each; kernels: "
           f"{'of this project (--kernels auto)' if run.fused else 'plain torch'}")
@@ -110,9 +110,9 @@ def print_choices(run: Run) -> None:
     choices = {"pipeline rank": {str(rank): step_time.memory_of_rank(run, rank) for rank in
                                  range(settings.grid.pp)} if settings.grid.pp > 1 else {}}
     for section, name, values in (("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", (0, 1, 2, 3)),
-                                  ("batch", "seq", [settings.batch.seq << k >> 2 for k in range(6)])):
+                                  ("batch", "seq_len", [settings.batch.seq_len << k >> 2 for k in range(6)])):
         made = {str(value): changed(run, section, **{name: value}) for value in values}
-        choices["--" + name] = {value: step_time.needed_memory(other) for value, other in made.items() if other}
+        choices[config.flag(name)] = {value: step_time.needed_memory(other) for value, other in made.items() if other}
     for title, choice in choices.items():
         if choice:
             totals = {value: sum(kinds.values()) for value, kinds in choice.items()}
@@ -202,13 +202,13 @@ def overlaps(run: Run) -> list[Overlap]:
     (its parameters, and scores); P: in a stage. A forward takes 2 p T / F, a backward twice that.
     """
     model, grid, batch = run.settings.model, run.settings.grid, run.settings.batch
-    T = batch.micro_batch * batch.seq / grid.cp
-    p = costs.forward_flops(costs.llama_layer(model, batch.seq)) / 2
+    T = batch.micro_batch * batch.seq_len / grid.cp
+    p = costs.forward_flops(costs.llama_layer(model, batch.seq_len)) / 2
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     dp, cp, tp, ep = grid.dp * grid.cp, grid.cp, grid.tp, grid.ep
     ring = 1 if model.kv_lora_rank else cp  # latents go round none
     r = costs.reduced_bytes(run.settings, 2)
-    layers, keys = model.blocks / (grid.pp * grid.chunks), batch.seq / cp
+    layers, keys = model.blocks / (grid.pp * grid.virtual_stages), batch.seq_len / cp
     copies = costs.copies_per_token(model, ep) if model.experts else 0  # of each token, for experts
 
     def tokens(ratio: float) -> str:
@@ -226,7 +226,7 @@ def overlaps(run: Run) -> list[Overlap]:
          lambda ratio: f"up to {1 + (tp - 1) / ratio:,.1f} ranks, whatever the batch"),
         ("cp: the ring's keys, values under a block of scores", ring, tp, "all_gather", 2 * 2 * kv * T / tp,
          4 * q * T * keys / 2 / tp, "2 kv/q F / (B S/n)",
-         lambda ratio: f"from sequences of {batch.seq * ratio:,.0f} tokens on"),
+         lambda ratio: f"from sequences of {batch.seq_len * ratio:,.0f} tokens on"),
         ("pp: a boundary's activations under a stage's forward", grid.pp, tp * dp, "all_gather", 2 * T * H / tp,
          2 * p * layers * T / tp, "H F / (B P)",
          lambda ratio: f"from {layers * ratio:,.2f} layers per stage on, whatever the batch"),
@@ -259,7 +259,7 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
     found, fell = search.search(run, gpus, given)
     if not found:
         raise ValueError(search.why_none_fits(run, gpus, given, fell))
-    gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq / gpus
+    gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq_len / gpus
     print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best by step time divided by the "
           "probability to fit, with what limits each:")
     rows = [(f"{best.seconds:.3f} s", f"{gpu_tokens / best.seconds:,.0f}", format_bytes(best.memory),
@@ -275,7 +275,7 @@ class Command(NamedTuple):
     example: str  # flags
 
 
-LLAMA_8B = "--preset llama-3.1-8b --seq 8192 --global-batch 128 --micro-batch 1"
+LLAMA_8B = "--preset llama-3.1-8b --seq-len 8192 --global-batch 128 --micro-batch 1"
 COMMANDS = {
     "params": Command("How many parameters has a model, by component, and why does a textbook formula differ?",
                       "--preset llama-3.1-8b"),
@@ -286,7 +286,7 @@ COMMANDS = {
     "overlap": Command("Does the communication of each technique hide under compute, and from what batch, length or "
                        "width on?", f"{LLAMA_8B} --gpus 64 --tp 4 --pp 2"),
     "search": Command("Which grid is the best for a model, a batch and a number of GPUs?",
-                      "--preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192"),
+                      "--preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq-len 8192"),
     "scaling": Command("How many days and dollars does a training take, and which size and batch do scaling laws "
                        "advise?", f"{LLAMA_8B} --gpus 64 --train-tokens 1e12")}
 RENAMED = {"balance": "plan overlap", "check": "tests.published check", "fit": "tests.published fit"}

@@ -163,14 +163,15 @@ def layer_kinds(settings: Config) -> tuple[tuple, ...]:
     """The kind of every block; blocks of one kind cost the same."""
     model = settings.model
     first_expert = model.dense_layers if model.experts else model.blocks
-    return kinds_of_layers(model.layers, model.blocks, first_expert, model.window, model.window_every,
+    return kinds_of_layers(model.layers, model.blocks, first_expert, model.window, model.full_attention_every,
                            settings.fp8_layers())
 
 
 @lru_cache(64)
-def kinds_of_layers(layers: int, blocks: int, first_expert: int, window: int, window_every: int,
+def kinds_of_layers(layers: int, blocks: int, first_expert: int, window: int, full_attention_every: int,
                     fp8: range) -> tuple[tuple, ...]:
-    return tuple((layer >= first_expert, window > 0 and not (window_every and (layer + 1) % window_every == 0),
+    return tuple((layer >= first_expert,
+                  window > 0 and not (full_attention_every and (layer + 1) % full_attention_every == 0),
                   layer in fp8, layer == layers) for layer in range(blocks))
 
 
@@ -187,7 +188,7 @@ def one_of_each(kinds: tuple[tuple, ...]) -> dict[tuple, int]:
 def stages_of(settings: Config) -> list[range]:
     """The layers of every pipeline stage, of about equal FLOPs, the head's included."""
     grid, fields = settings.grid, tuple(vars(settings.model).values())
-    return divide(fields, layer_kinds(settings), settings.batch.seq, grid.pp * grid.chunks)
+    return divide(fields, layer_kinds(settings), settings.batch.seq_len, grid.pp * grid.virtual_stages)
 
 
 @lru_cache(1024)
@@ -258,7 +259,7 @@ def bucket_elements(settings: Config, stages: Mapping[int, range], element: int)
     their layers. element: bytes per element of a weight. Of tp ranks the one with the most rows of the vocabulary."""
     model, grid = settings.model, settings.grid
     capacity = 0 if grid.zero == 3 else grid.bucket_mb * 1e6 / acc_bytes(element)
-    table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.chunks - 1
+    table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.virtual_stages - 1
     tables = (0 in stages) + (last_stage in stages)
     buckets: dict[str, list[int]] = {"dp": [table] if (model.tied or model.mtp) and tables else []}
     muon = settings.optim.optimizer == "muon"  # matrices, vectors and tables are in buckets of their own
@@ -508,7 +509,7 @@ def copies_per_token(model: Model, ranks: int) -> float:
 def flops_by_convention(settings: Config) -> dict[str, float]:
     """FLOPs per token, forward and backward, as each kind of utilisation counts them. mfu: masked scores, too (in a
     layer with a window as many as visible ones). mfu_causal: visible ones only. hfu: mfu plus what is recomputed."""
-    model, precision, seq = settings.model, settings.precision, settings.batch.seq
+    model, precision, seq = settings.model, settings.precision, settings.batch.seq_len
     options = LayerOptions(attention=precision.attention)
     recomputed = sum(recomputed_flops(llama_layer(model, seq, options, layer), precision.recompute)
                      for layer in range(model.blocks))

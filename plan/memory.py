@@ -51,7 +51,7 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     """
     model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
     tp, sp, acc, recompute = grid.tp, grid.sequence_parallel, acc_bytes(element), precision.recompute
-    seq = padded_length(batch.seq, grid.cp, tp if sp else 1)
+    seq = padded_length(batch.seq_len, grid.cp, tp if sp else 1)
     local_seq, near = seq // grid.cp, grid.head_ranks
     by_blocks = grid.cp > near  # attention by blocks saves no scores
     options = layer_options(settings, element, by_blocks)
@@ -163,7 +163,7 @@ def plan_needed(settings: Config) -> tuple[str, int, int, int]:
     """What make_plan is asked for: schedule, ranks, as many micro-batches as show the memory, chunks."""
     grid, batch = settings.grid, settings.batch
     m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp)
-    return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.chunks
+    return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.virtual_stages
 
 
 def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
@@ -181,7 +181,7 @@ def few_micro_batches(grid: Grid, m: int) -> int:
     schedule, few = SCHEDULES[grid.schedule], 4 * p + m % p
     in_groups = schedule.grouped and m % p
     too_few = few - p < schedule.least * p  # plan/step_time.py also asks for p fewer
-    return m if in_groups or too_few or grows(grid.schedule, p, few, grid.chunks) else few
+    return m if in_groups or too_few or grows(grid.schedule, p, few, grid.virtual_stages) else few
 
 
 def grows(schedule: str, p: int, m: int, v: int) -> bool:
@@ -192,7 +192,7 @@ def grows(schedule: str, p: int, m: int, v: int) -> bool:
 
 def moment_bytes(settings: Config, element: int) -> int:
     """Bytes per parameter of all moments; of Muon, those of matrices."""
-    each = 2 if settings.precision.moments == "bf16" else acc_bytes(element)
+    each = 2 if settings.precision.moments_dtype == "bf16" else acc_bytes(element)
     return len(OPTIMIZERS[settings.optim.optimizer]) * each
 
 
@@ -209,14 +209,14 @@ def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], l
 
 def host_bytes(settings: Config, rank: int, element: int) -> int:
     """Bytes that a pipeline rank with a GPU needs of the host's memory: with --offload optimizer of the optimizer state
-    and a copy of gradients and weights, each tensor rounded up to a power of two, as torch pins memory; and with --out
-    of a copy of the state that is being saved."""
+    and a copy of gradients and weights, each tensor rounded up to a power of two, as torch pins memory; and with
+    --checkpoint-dir of a copy of the state that is being saved."""
     buckets = pad(settings, bucket_elements(settings, stages_of_rank(settings, rank), element))
     shards = [count // n for axis, n in shards_of(settings).items() for count in buckets[axis]]
     acc, saved, total = acc_bytes(element), acc_bytes(element) + moment_bytes(settings, element), 0
     if settings.precision.offloads("optimizer"):
         total += (saved + acc + element) * sum(1 << (count - 1).bit_length() for count in shards)
-    if settings.run.out:
+    if settings.run.checkpoint_dir:
         total += saved * sum(shards)
     return total
 
@@ -234,7 +234,7 @@ def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = Fals
     """
     grid, acc = settings.grid, acc_bytes(element)
     stages, (in_flight, backwards) = stages_of_rank(settings, rank, stages), plan_in_memory(settings, rank)
-    layers, has_head = list(chain(*stages.values())), grid.pp * grid.chunks - 1 in stages
+    layers, has_head = list(chain(*stages.values())), grid.pp * grid.virtual_stages - 1 in stages
     if activations is None:
         activations = activation_bytes(settings, element, stages.values(), in_flight, has_head)
     buckets = bucket_elements(settings, stages, element)
@@ -281,7 +281,7 @@ class Work:
     def __init__(self, settings: Config, element: int, fused: bool):
         self.settings, self.element, self.fused = settings, element, fused
         grid, batch, acc = settings.grid, settings.batch, acc_bytes(element)
-        self.T = batch.micro_batch * padded_length(batch.seq, grid.cp, grid.sequence_shards) // grid.cp
+        self.T = batch.micro_batch * padded_length(batch.seq_len, grid.cp, grid.sequence_shards) // grid.cp
         self.rows = -(-settings.model.vocab // grid.tp)
         self.sent = reduced_bytes(settings, element)
         self.rounded = element if element < acc and not fused else 0  # per element of a gradient not yet added
@@ -329,7 +329,7 @@ def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: lis
         table = rows * settings.model.hidden * (stage == 0)  # the embedding's backward is the last, and reads nothing
         done = 1 - max(0, units[0] - table) / max(1, sum(units) - table)  # of the blocks' backwards
         found.append(Moment(first_pair, two, work.block, freed + done * per_micro_batch))
-        if stage < settings.grid.pp * settings.grid.chunks - 1:
+        if stage < settings.grid.pp * settings.grid.virtual_stages - 1:
             first = experts[-1] if experts and op == "B" else last  # a block's experts come before the rest of it
             found.append(Moment(pending + first, two + sum(experts[-2:]), work.block, freed))
             continue
@@ -398,7 +398,7 @@ def block_temporaries(settings: Config, element: int, rounded: int, T: int, laye
         F = model.ffn / t
         nbytes = element * (T * F + T * H * (2 if sp else 1) + T * H / (t if sp else 1)) + rounded * 2 * F * H
     if recompute != "none":
-        table = llama_layer(model, settings.batch.seq, layer_options(settings, element), layer)
+        table = llama_layer(model, settings.batch.seq_len, layer_options(settings, element), layer)
         recomputed = saved_bytes(table, "none", t, sp) - saved_bytes(table, recompute, t, sp)
         nbytes += T * (recomputed if recompute == "full" else element * F)
     return nbytes

@@ -1,6 +1,6 @@
 """The best grid for a model, a batch and a number of GPUs, by formula: neither torch nor a GPU is needed.
 
-    python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq 8192     the best grids
+    python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq-len 8192     the best grids
     torchrun --nproc_per_node=8 train.py --grid auto --tp 2                  the best one with --tp 2, for this machine
 
 The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
@@ -52,7 +52,7 @@ def grids(settings: Config, gpus: int, given: Mapping[str, Any]) -> Iterator[dic
     """Yield axis -> size for all grids of `gpus` ranks that have the `given` sizes and at least 512 tokens per context
     parallel rank. Some of them are invalid: `variants` rejects these."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    experts, seq = settings.model.experts, settings.batch.seq
+    experts, seq = settings.model.experts, settings.batch.seq_len
     for tp in choices(given, "tp", [n for n in divisors if n <= settings.model.heads]):
         for pp in choices(given, "pp", divisors):
             for cp in choices(given, "cp", [n for n in divisors if n * 512 <= max(512, seq)]):
@@ -74,8 +74,8 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
     base = run.settings
     model, pp = base.model, axes["pp"]
     try:
-        chunks = base.grid.chunks or SCHEDULES[base.grid.schedule].chunks
-        base = replace(replaced(base, "grid", **axes, grid="given", chunks=chunks if pp > 1 else 1),
+        chunks = base.grid.virtual_stages or SCHEDULES[base.grid.schedule].chunks
+        base = replace(replaced(base, "grid", **axes, grid="given", virtual_stages=chunks if pp > 1 else 1),
                        ranks=math.prod(axes[axis] for axis in ("tp", "pp", "cp", "dp")))
         rules.check_grid(base)
     except ValueError as error:
@@ -89,9 +89,9 @@ def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected:
     schedules = ["1f1b", "interleaved"] if 1 < pp <= model.layers // 2 else ["1f1b"]
     for micro_batch in choices(given, "micro_batch", [n for n in (1, 2, 4, 8, 16, 32) if per_rank % n == 0]):
         for schedule in choices(given, "schedule", schedules):
-            chunks = (run.settings.grid.chunks or SCHEDULES[schedule].chunks) if pp > 1 else 1
+            chunks = (run.settings.grid.virtual_stages or SCHEDULES[schedule].chunks) if pp > 1 else 1
             settings = replaced(replaced(base, "batch", micro_batch=micro_batch), "grid", schedule=schedule,
-                                chunks=chunks)
+                                virtual_stages=chunks)
             try:
                 rules.check_grid(settings)
                 rules.check_batch(settings)
@@ -188,7 +188,7 @@ def nearest(run: Run, gpus: int, given: Mapping[str, Any] | None = None) -> str:
         if any_fits(run._replace(settings=replace(run.settings, model=model)), gpus, given):
             advice.append(f"{'or' if advice else 'use'} --preset {model.preset}, the largest that fits")
             break
-    return " ".join(advice) or "use more GPUs, a smaller --seq or a smaller model"
+    return " ".join(advice) or "use more GPUs, a smaller --seq-len or a smaller model"
 
 
 def why_none_fits(run: Run, gpus: int, given: Mapping[str, Any], rejected: Counter) -> str:
@@ -210,7 +210,7 @@ def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[
 def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
     """(the settings with the best grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
     run's grid nothing is kept, unless a flag gives it."""
-    rest = dict(schedule="1f1b", dp_replicate=1, chunks=0)
+    rest = dict(schedule="1f1b", dp_replicate=1, virtual_stages=0)
     given = given_by_flags(settings.arguments, (*CHOSEN, *rest))
     rest |= {name: given[name] for name in rest.keys() & given.keys()}
     run = Run(replaced(settings, "grid", **rest), machine)

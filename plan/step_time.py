@@ -153,7 +153,7 @@ class Run(NamedTuple):
     def tokens(self) -> int:
         """Of a micro-batch on a context parallel rank."""
         batch, grid = self.settings.batch, self.settings.grid
-        return batch.micro_batch * padded_length(batch.seq, grid.cp, grid.sequence_shards) // grid.cp
+        return batch.micro_batch * padded_length(batch.seq_len, grid.cp, grid.sequence_shards) // grid.cp
 
     @property
     def micro_batches(self) -> int:
@@ -167,7 +167,7 @@ class Run(NamedTuple):
 
     @property
     def last_stage(self) -> int:
-        return self.settings.grid.pp * self.settings.grid.chunks - 1
+        return self.settings.grid.pp * self.settings.grid.virtual_stages - 1
 
     def stages_of_rank(self, rank: int) -> dict[int, range]:
         """The pipeline stages of a rank, and their layers."""
@@ -209,7 +209,7 @@ def layer_parts(run: Run, layer: int) -> Parts:
     settings, T = run.settings, run.tokens
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
     fp8 = layer in settings.fp8_layers()
-    table = costs.llama_layer(model, settings.batch.seq, costs.LayerOptions(tp=grid.tp, cp=grid.cp), layer)
+    table = costs.llama_layer(model, settings.batch.seq_len, costs.LayerOptions(tp=grid.tp, cp=grid.cp), layer)
     scores = table["attention"].flops / 2 * T / grid.tp  # visible ones
     flops = {name: activation.flops * T / grid.tp for name, activation in table.items() if name != "attention"}
     product = run.matmul(sum(flops.values()), fp8)
@@ -336,7 +336,7 @@ def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float
     costs_of_stages = [schedules.Costs(*seconds, hop) for seconds in stages]
 
     def of(count: int) -> float:
-        plan, turns = plan_and_turns(grid.schedule, p, count, grid.chunks)
+        plan, turns = plan_and_turns(grid.schedule, p, count, grid.virtual_stages)
         return max(spans[-1].stop for spans in schedules.simulate(plan, costs_of_stages, turns=turns))
 
     few = memory.few_micro_batches(grid, m)
@@ -408,7 +408,7 @@ def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
     1 / chunks of the time if there are several model chunks."""
     grid, busy = run.settings.grid, busy_seconds(run, sums)
     hops = 2 * (grid.pp - 1) * hop_seconds(run) if grid.pp > 1 else 0.0
-    return max(busy) + (sum(busy) - max(busy)) / run.micro_batches / grid.chunks + hops, busy
+    return max(busy) + (sum(busy) - max(busy)) / run.micro_batches / grid.virtual_stages + hops, busy
 
 
 def update_seconds(run: Run, buckets: list[float]) -> float:
@@ -518,7 +518,7 @@ def predict(run: Run) -> Prediction:
     settings, grid = run.settings, run.settings.grid
     seconds = step_seconds(run).seconds
     gpus = grid.dp * grid.cp * grid.tp * grid.pp
-    rate = settings.batch.ramp()[-1][0] * settings.batch.seq / seconds / gpus
+    rate = settings.batch.ramp()[-1][0] * settings.batch.seq_len / seconds / gpus
     share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
     needed = sum(needed_memory(run).values())
     return Prediction(seconds, rate, **share, memory_gb=(needed + run.constants.reserved) / 1e9,

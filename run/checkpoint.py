@@ -204,14 +204,15 @@ class Saver:
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.3g} GB, and "
                                       f"{free / 1e9:.3g} GB are free")
             need(step or not cli.checkpoints_in(self.folder),
-                 f"--out {self.folder}: has checkpoints of another run, or of this one from its beginning: give "
+                 f"--checkpoint-dir {self.folder}: has checkpoints of another run, or of this one from its beginning: "
+                 "give "
                  "--resume auto to continue it, or another folder")
             for path in self.folder.glob("step-*"):
                 if cli.step_of(path) >= 0 and not (path / "run.json").is_file():  # somebody's, or a copy of a part
                     set_aside(path, "is no checkpoint: it has no run.json")
             self.begin_at(step)
         except OSError as error:
-            raise ValueError(f"--out {self.folder}: cannot be written to: {error.strerror}") from None
+            raise ValueError(f"--checkpoint-dir {self.folder}: cannot be written to: {error.strerror}") from None
 
     def take_lock(self) -> None:
         """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
@@ -220,7 +221,8 @@ class Saver:
             try:
                 return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                need(time.monotonic() < deadline, f"--out {self.folder}: another run writes there: use another folder")
+                need(time.monotonic() < deadline, f"--checkpoint-dir {self.folder}: another run writes there: use "
+                                                  "another folder")
                 time.sleep(0.2)
 
     def begin_at(self, step: int) -> None:
@@ -464,7 +466,7 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
     try:
         huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                           published=(run["published"], run["tokenizer"]), seq=run["settings"]["seq"])
+                           published=(run["published"], run["tokenizer"]), seq=run["settings"]["seq_len"])
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
 

@@ -27,12 +27,14 @@ CONTENT = dict(  # an example of what run.json has, besides format and checksum
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
 SECTIONS = "settings", "model", "grid"  # of CONTENT, which have settings
-NOT_INHERITED = {"resume", "insist", "init_from", "export_hf", "profile", "memory_snapshot"}  # of one start of a run
+# They belong to one start of a run.
+NOT_INHERITED = {"resume", "allow_mismatch", "init_from", "export_hf", "profile", "memory_snapshot"}
 METRIC = b'{"step":'  # how a line of --metrics begins
 SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid if no flag names grid or model
 # Where there is a GPU for each rank, also this model of 284M parameters, in place of 0.8M: on 8 H100s a step is
 # predicted to take 0.23 s (python -m plan step).
-ON_GPUS = ("--layers 24 --hidden 1024 --heads 16 --kv-heads 8 --ffn 2816 --seq 2048 --global-batch 64 --micro-batch 8 "
+ON_GPUS = ("--layers 24 --hidden 1024 --heads 16 --kv-heads 8 --ffn 2816 --seq-len 2048 --global-batch 64 "
+           "--micro-batch 8 "
            "--recompute selective").split()
 GPUS = "/proc/driver/nvidia/gpus"  # a folder for each GPU of this machine
 
@@ -48,7 +50,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
         need("\0" not in "".join(value if isinstance(value, list) else [str(value)]), f"{flag(name)}: has a NUL byte")
     need(resume in ("", "auto") or not flags.get("init_from"),
          f"--resume {resume}: has weights, so leave out --init-from; only auto, which may find none, goes with it")
-    resumed = resumed_run(resume, flags.get("out", ""))
+    resumed = resumed_run(resume, flags.get("checkpoint_dir", ""))
     if resumed:  # with another number of ranks, too: the data axis fills
         inherited = resumed["settings"] | dict(dp=-1) | PRESETS.get(flags.get("preset"), {})
         model, owner = resumed["model"], "the checkpoint's"
@@ -60,12 +62,12 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     settings = rules.parse(arguments, world, inherited, owner)
     check_paths(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
-        huggingface.check_weights(settings.run.init_from, settings.model, settings.run.insist)
+        huggingface.check_weights(settings.run.init_from, settings.model, settings.run.allow_mismatch)
     huggingface.check_export(settings)
     for name, there in model.items():
         here = getattr(settings.model, name)
-        need(here == there or name == "preset" or settings.run.insist,
-             f"{flag(name)} {here}: the checkpoint's model has {there}; give --insist to change it")
+        need(here == there or name == "preset" or settings.run.allow_mismatch,
+             f"{flag(name)} {here}: the checkpoint's model has {there}; give --allow-mismatch to change it")
     return settings
 
 
@@ -121,19 +123,20 @@ def has_gpus(given: dict[str, Any]) -> bool:
 
 
 def check_paths(settings: Config) -> None:
-    """Raises ValueError for what cannot be read or written; of --out run/checkpoint.py finds out the rest."""
+    """Raises ValueError for what cannot be read or written; run/checkpoint.py finds the rest of --checkpoint-dir."""
     run = settings.run
     for name in ("data", "val_data"):
         for path in getattr(settings.data, name):
             need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
-    for name in ("out", "export_hf", "profile"):
+    for name in ("checkpoint_dir", "export_hf", "profile"):
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
-        if path and name != "out":
+        if path and name != "checkpoint_dir":
             check_folder(f"{flag(name)} {path}", Path(path))
     for name in ("memory_snapshot", "metrics"):
         if path := getattr(run, name):
-            check_file(f"{flag(name)} {path}", path, [folder for folder in (run.out, run.export_hf) if folder])
+            taken = [folder for folder in (run.checkpoint_dir, run.export_hf) if folder]
+            check_file(f"{flag(name)} {path}", path, taken)
     if os.path.isfile(run.metrics) and not run.dry_run:  # which is what a resumed run cuts, so it must be of metrics
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
@@ -156,7 +159,7 @@ def check_file(what: str, path: str, folders: list[str]) -> None:
     need(os.path.isdir(folder), f"{what}: there is no folder {folder}")
     taken = [os.path.realpath(os.path.join(folder, name)) for folder in folders for name in ("", "latest", "lock")]
     need(os.path.realpath(path) not in taken,
-         f"{what}: is the folder of --out or --export-hf, name a file that checkpoints do not have")
+         f"{what}: is the folder of --checkpoint-dir or --export-hf, name a file that checkpoints do not have")
     need(not os.path.isdir(path), f"{what}: is a folder, name a file")
     need(not Path(path).is_fifo() or is_stdout(path), f"{what}: is a pipe, name a file")
     with contextlib.suppress(FileNotFoundError):
@@ -197,7 +200,7 @@ def candidates(resume: str, out: str) -> list[Path]:
     if not resume:
         return []
     if resume == "auto":
-        need(out != "", "--resume auto needs --out, the folder to look in")
+        need(out != "", "--resume auto needs --checkpoint-dir, the folder to look in")
         return checkpoints_in(out)
     return checkpoints_at(resume, f"--resume {resume}")
 
@@ -213,8 +216,8 @@ def resumed_run(resume: str, out: str) -> dict | None:
             continue
         settings = {name: value for name, value in run["settings"].items() if name not in NOT_INHERITED}
         settings["betas"] = tuple(settings["betas"])  # JSON has no tuples
-        if os.path.realpath(settings["out"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
-            settings |= dict(out="", metrics="") | ({} if out else dict(save_every=0))
+        if os.path.realpath(settings["checkpoint_dir"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
+            settings |= dict(checkpoint_dir="", metrics="") | ({} if out else dict(save_every=0))
         return run | dict(settings=settings)
     if problems:
         raise problems[0]

@@ -17,7 +17,8 @@ Sources may be mixed by weights. Which of them sample n is from depends on n alo
     weights 3, 1      A A B A   A A B A   ...           of the first n samples, the share of each is exact to one sample
     number in each    0 1 0 2   3 4 1 5   ...           and each source has its own epochs and orders
 
-Documents are packed: a span may hold the end of one document and the beginning of others. `--doc-mask` keeps attention
+Documents are packed: a span may hold the end of one document and the beginning of others. `--mask-documents` keeps
+attention
 from crossing from one to the next; without it the model has to learn to ignore what precedes a separator. It matters
 when documents are short against the sequence. flash.py skips the tiles that a document hides, while torch's attention
 takes a dense mask of S x S and then skips nothing.
@@ -278,15 +279,15 @@ class MicroBatch(NamedTuple):
 class Samples:
     """The samples of a corpus: number 0, 1, 2 … without end.
 
-    seed: of the order, which differs from epoch to epoch; None: the order of the stream. doc_mask: give positions and
-    documents in each micro-batch. Raises ValueError for a corpus shorter than one sample.
+    seed: of the order, which differs from epoch to epoch; None: the order of the stream. mask_documents: give positions
+    and documents in each micro-batch. Raises ValueError for a corpus shorter than one sample.
     """
 
-    def __init__(self, corpus: Corpus, seq: int, seed: int | None, doc_mask: bool = False):
-        self.corpus, self.seq, self.seed, self.doc_mask = corpus, seq, seed, doc_mask
+    def __init__(self, corpus: Corpus, seq: int, seed: int | None, mask_documents: bool = False):
+        self.corpus, self.seq, self.seed, self.mask_documents = corpus, seq, seed, mask_documents
         self.spans_of = [(source.stop - source.start - 1) // seq for source in corpus.sources]
         for spans, (name, start, stop, _) in zip(self.spans_of, corpus.sources):
-            need(spans > 0, f"{name} holds {stop - start:,} tokens: fewer than one sample of --seq {seq} + 1")
+            need(spans > 0, f"{name} holds {stop - start:,} tokens: fewer than one sample of --seq-len {seq} + 1")
         self.spans, self.order = sum(self.spans_of), in_turn([source.weight for source in corpus.sources])
 
     def identity(self) -> dict[str, int | str | None]:
@@ -315,7 +316,7 @@ class Samples:
         tokens, begins, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(
             *(self.corpus.read(self.start(number), self.seq + 1) for number in numbers)))
         batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].where(targets[:, 1:], IGNORED))
-        if self.doc_mask:
+        if self.mask_documents:
             begins = begins[:, :-1]
             places = torch.arange(self.seq).expand_as(begins)
             document_start = torch.where(begins, places, 0).cummax(1).values  # of each token's document
@@ -381,12 +382,12 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
     except OSError as error:
         raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
     for folder in (Path(path).resolve() for path in paths if corpus.is_text and os.path.isdir(path)):
-        for name in ("out", "export_hf", "profile", "metrics", "memory_snapshot"):
+        for name in ("checkpoint_dir", "export_hf", "profile", "metrics", "memory_snapshot"):
             written = Path(getattr(settings.run, name) or os.devnull).resolve()
             parts = written.relative_to(folder).parts if written.is_relative_to(folder) else (".",)
             need(any(part.startswith(".") for part in parts),  # hidden, which is not read
                  f"{config.flag(name)} {written}: is in {folder}, whose text it would change: use another folder")
-    return Samples(corpus, settings.batch.seq, seed, data.doc_mask)
+    return Samples(corpus, settings.batch.seq_len, seed, data.mask_documents)
 
 
 # ---- text to tokens and back ----------------------------------------------------------------------------------------
@@ -403,12 +404,12 @@ class Codec(NamedTuple):
         return list(content)
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of --sample, which begins a document. Raises ValueError if the tokenizer has none for it."""
+        """The tokens of --sample-prompt, which begins a document. Raises ValueError if the tokenizer has none."""
         try:
             tokens = [*([] if self.separator is None else [self.separator]), *self.encode(text)]
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"--sample {text!r}: the tokenizer cannot read it: {error}") from None
-        need(tokens != [], f"--sample {text!r}: the tokenizer has no token for it")
+            raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
+        need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
@@ -425,7 +426,7 @@ def codec_of(corpus: Corpus, folder: str) -> Codec | None:
         tokenizer = read_tokenizer(path)
         most = max(tokenizer.get_vocab().values(), default=0)
         need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab, or "
-                                  "give --sample=, which needs no tokenizer")
+                                  "give --sample-prompt=, which needs no tokenizer")
         return Codec(None if corpus.is_text else corpus.separator, tokenizer)
     return Codec(BYTES_SEPARATOR) if corpus.is_text else None
 

@@ -79,7 +79,7 @@ def check_memory(settings: config.Config, rank: int, device: torch.device) -> No
         needed = memory.host_bytes(settings, rank, DTYPES[settings.precision.dtype].itemsize)
         there = memory_of_device(torch.device("cpu"))
         flags = " and ".join(flag for flag, given in {"--offload": settings.precision.offloads("optimizer"),
-                                                      "--out": settings.run.out}.items() if given)
+                                                      "--checkpoint-dir": settings.run.checkpoint_dir}.items() if given)
         need(needed <= there, f"{flags}: takes {format_bytes(needed)} of the host's memory for this rank, which has "
              f"{format_bytes(there)}: use more ranks with --zero 1, or leave it out")
 

@@ -1,6 +1,6 @@
 r"""A dry run: the training code itself, run in one process as any rank of any number of ranks, in seconds.
 
-    python train.py --dry-run 0/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq 131072 --zero 1 \
+    python train.py --dry-run 0/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --seq-len 131072 --zero 1 \
                     --global-batch 128 --micro-batch 1
 
 The code is not simulated: train.py builds its groups, model, buckets and pipeline engine, and runs steps. Only four

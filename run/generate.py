@@ -81,13 +81,13 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
 
 def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
                     length: int = 240) -> None:
-    """Print how the model continues --sample by `length` tokens.
+    """Print how the model continues --sample-prompt by `length` tokens.
 
     The first rank of the data axis, with its tp and pp partners, can do this alone, unless ZeRO-3 or expert parallelism
     shards weights over the data axis: then all ranks take part.
     """
     if groups["data"].rank == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
-        prompt = torch.tensor([codec.prompt(settings.run.sample)], device=device)
+        prompt = torch.tensor([codec.prompt(settings.run.sample_prompt)], device=device)
         begin = 0 if codec.separator is None else 1
         tokens = sample(model, prompt, length)[0, begin:].tolist()
         if groups["world"].rank == 0:
@@ -105,13 +105,15 @@ def main(arguments: list[str]) -> None:
         print("run.generate: usage: python -m run.generate CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
         sys.exit(2)
     path, *flags = arguments
-    flags[where - 1:where + 1] = ["--sample=" + flags[where]]  # in one word, so that a prompt may begin with @ or -
+    # In one word, so that a prompt may begin with @ or -.
+    flags[where - 1:where + 1] = ["--sample-prompt=" + flags[where]]
     published = os.path.isfile(os.path.join(path, "config.json"))
     default_grid = ("--dp -1 --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
-                    "--schedule 1f1b --chunks 0 --ep 1 --zero 0 --recompute none --offload none").split()
+                    "--schedule 1f1b --virtual-stages 0 --ep 1 --zero 0 --recompute none --offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
-    no_training = ["--steps", "0", "--out", "", "--save-every", "0", "--rewind", "0", "--metrics", "", "--val-data",
-                   "--eval-every", "0", "--optimizer", "sgd", "--moments", "auto"]  # SGD has no moments to load
+    no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0", "--metrics", "",
+                    "--val-data",
+                   "--eval-every", "0", "--optimizer", "sgd", "--moments-dtype", "auto"]  # SGD has no moments to load
     train = os.path.join(os.path.dirname(os.path.dirname(__file__)), "train.py")
     os.execv(sys.executable, [sys.executable, train, "--init-from" if published else "--resume", path, *default_grid,
                               *batch, *no_training, *flags])

@@ -244,7 +244,7 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
-    """window and window_every, from the width of the window and the layers that have it."""
+    """window and full_attention_every, from the width of the window and the layers that have it."""
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
     if kinds is None:
@@ -256,11 +256,11 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
          f"{where}: layer_types {kinds}: must be full_attention or sliding_attention, one per layer")
     full = [layer for layer in range(layers) if not window or kinds[layer] == "full_attention"]
     if len(full) == layers:
-        return dict(window=0, window_every=0)
+        return dict(window=0, full_attention_every=0)
     every = full[0] + 1 if full else 0
     need(not full or full == list(range(every - 1, layers, every)),
          f"{where}: sliding_window {window}, but not in layers {full}: must be in all layers, or in all but every K-th")
-    return dict(window=window, window_every=every)
+    return dict(window=window, full_attention_every=every)
 
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
@@ -312,25 +312,27 @@ def exportable(model: Any) -> str:
 
 def check_export(settings: Any) -> None:
     """Raises ValueError for what --export-hf of a config.Config could not write after the last step."""
-    target, rate = settings.run.export_hf, settings.optim.bias_rate
+    target, rate = settings.run.export_hf, settings.optim.router_bias_rate
     if target:
-        need(settings.run.out, f"--export-hf {target}: needs --out, whose last checkpoint is exported")
+        need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
+                                          "exported")
         need(rate == 0 or "router.bias" in ARCHITECTURES[exportable(settings.model)].names,
-             f"--export-hf with --bias-rate {rate}: this model's class of transformers has no biases of routers")
+             f"--export-hf with --router-bias-rate {rate}: this model's class of transformers has no biases of routers")
         need(os.path.realpath(target) != os.path.realpath(settings.run.init_from or os.devnull),
              f"--export-hf {target}: is the folder of --init-from")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-def check_weights(folder: str, model: Any, insist: bool) -> None:
+def check_weights(folder: str, model: Any, allow_mismatch: bool) -> None:
     """Raises ValueError for tensors in `folder` that a config.Model does not read, such as biases or more layers."""
     files, architecture = weights_in(folder)
     unread = sorted(name for name in files if not is_read(name, model, architecture)
                     and not name.endswith(".rotary_emb.inv_freq"))
     more = f" and {len(unread) - 1} more tensors" if unread[1:] else ""
-    need(not unread or insist, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: give "
-                               "--insist to leave out what it does not")
+    need(not unread or allow_mismatch, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: "
+                                       "give "
+                               "--allow-mismatch to leave out what it does not")
 
 
 def source(folder: str) -> Source:

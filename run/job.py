@@ -84,7 +84,7 @@ class Run:
     optimizer: Any = None  # a zero.Optimizer
     published: str = ""  # the folder with the model that the run, or the one it continues, began with; "": none
     tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
-    codec: Codec | None = None  # for --sample
+    codec: Codec | None = None  # for --sample-prompt
     saver: Saver | None = None
     resumed: Path | None = None  # the checkpoint that the run was resumed from
     local_micro_batches: Callable[..., list[MicroBatch]] | None = None  # train.py's
@@ -100,7 +100,7 @@ class Run:
         self.log = Log(settings, groups, self.device)
         self.log.start(self.device_reason, model, self.training)
         device.check_memory(settings, groups["pp"].rank, self.device)
-        if run.out or run.resume or run.init_from or run.export_hf:
+        if run.checkpoint_dir or run.resume or run.init_from or run.export_hf:
             self.host = host_group(run.timeout)
         need(not self.validation or self.validation.corpus.is_text == self.training.corpus.is_text,
              "--val-data: is text and --data token files, or the other way round: give both of one kind")
@@ -120,7 +120,7 @@ class Run:
         ValueError, on every rank, for a checkpoint, data or a folder that cannot be used."""
         self.optimizer, settings, asked, saved = optimizer, self.settings, self.settings.run, {}
         if asked.resume:
-            found = agree(lambda: cli.candidates(asked.resume, asked.out), self.host)
+            found = agree(lambda: cli.candidates(asked.resume, asked.checkpoint_dir), self.host)
             self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
             saved = cli.read_run(self.resumed)
             agree(lambda: check_data(self.training, saved, settings), self.host)
@@ -129,14 +129,15 @@ class Run:
             agree(lambda: load_first(self, initial_weights(settings)), self.host)
         self.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
         self.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), self.training.corpus)
-        if asked.sample:
+        if asked.sample_prompt:
             self.codec = agree(lambda: codec_of(self.training.corpus, self.tokenizer), self.host)
-            agree(lambda: self.codec and self.codec.prompt(asked.sample), self.host)
+            agree(lambda: self.codec and self.codec.prompt(asked.sample_prompt), self.host)
         path, step = self.resumed, self.state.step
-        if asked.out and (step < settings.optim.steps or (asked.export_hf and not path)):
+        if asked.checkpoint_dir and (step < settings.optim.steps or (asked.export_hf and not path)):
             pieces = list(checkpoint.pieces_of_run(optimizer, self.model.routers, self.groups, saving=True))
-            continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.out)
-            self.saver = Saver(asked.out, pieces, asked.keep, self.host, step if continues else 0)
+            continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.checkpoint_dir)
+            self.saver = Saver(asked.checkpoint_dir, pieces, asked.keep_checkpoints,
+                               self.host, step if continues else 0)
         if path and self.log.is_first_rank:
             print(f"resumed {path} after {step} steps", flush=True)
 
@@ -183,7 +184,7 @@ class Run:
         state, step, votes = self.state, self.step, results.pop("extra")
         if self.noise:
             votes, squares = votes.tensor_split([-2])
-            results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq, squares)
+            results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq_len, squares)
         state.step, state.samples, state.tokens = state.step + 1, step.samples.stop, step.tokens
         step.results = HostCopy(votes=votes, **results)
         step.lr, step.sent, step.micro_batches = lr, collectives.sent.copy(), []
@@ -293,8 +294,9 @@ def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
     """Raises ValueError if the training data is not that of the checkpoint. saved: the checkpoint's run.json."""
     for name, value in training.identity().items():
         then = saved["corpus"].get(name)
-        need(value == then or settings.run.insist, f"--resume {settings.run.resume}: the data differs, its {name} was "
-                                                   f"{then} and is {value}; give --insist to change it")
+        need(value == then or settings.run.allow_mismatch, f"--resume {settings.run.resume}: the data differs, its "
+                                                           f"{name} was "
+                                                   f"{then} and is {value}; give --allow-mismatch to change it")
 
 
 def description(run: Run) -> dict:
@@ -302,7 +304,7 @@ def description(run: Run) -> dict:
     settings, given = run.settings, dict(run.settings.before_defaults)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
-    for name in ("out", "metrics"):
+    for name in ("checkpoint_dir", "metrics"):
         given[name] = given[name] and os.path.abspath(given[name])
     return run.state.progress() | dict(
         settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=run.groups["world"].size,
@@ -327,7 +329,7 @@ def read(run: Run) -> Step:
     run.guard.begin_step()
     sequences = sequences_at(state.tokens, batch.ramp())
     first = faults.next_sample(state.samples, sequences, state.left_out)
-    return Step(state.step, range(first, first + sequences), state.tokens + sequences * batch.seq,
+    return Step(state.step, range(first, first + sequences), state.tokens + sequences * batch.seq_len,
                 micro_batches(run, run.training, first, sequences), began)
 
 
@@ -398,7 +400,8 @@ def finish(run: Run) -> None:
         state.activity = "saving"
         problem = run.saver.finish()
     if guard.stopping and log.is_first_rank:
-        saved = f"continue with --out {asked.out} --resume auto" if asked.out else "nothing is saved: there is no --out"
+        saved = (f"continue with --checkpoint-dir {asked.checkpoint_dir} --resume auto" if asked.checkpoint_dir
+                 else "nothing is saved: there is no --checkpoint-dir")
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
               f"({guard.stop.reason or 'on another rank'}): {saved}")
     if log.last_loss is not None and state.skipped == state.step and not guard.stopping:
@@ -409,13 +412,13 @@ def finish(run: Run) -> None:
     if asked.export_hf and not guard.stopping:
         state.activity = "exporting"
         dtype = settings.precision.dtype
-        path = Path(asked.out, f"step-{state.step:06d}") if run.saver else run.resumed
+        path = Path(asked.checkpoint_dir, f"step-{state.step:06d}") if run.saver else run.resumed
         try:
             agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
                   run.host)
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
-    if asked.sample and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
+    if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
         if run.codec:
             generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
@@ -469,7 +472,7 @@ def rewind(run: Run) -> None:
                              f"leave out these samples, with --rewind{f' {asked.rewind + 1}' if asked.rewind else ''}")
     state.activity = f"going back from step {state.step}"
     run.saver.finish()
-    paths = [path for path in cli.checkpoints_in(asked.out) if cli.step_of(path) <= step]
+    paths = [path for path in cli.checkpoints_in(asked.checkpoint_dir) if cli.step_of(path) <= step]
     paths, *_ = gather_objects(paths, run.host)  # those that the first rank sees
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")

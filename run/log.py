@@ -87,7 +87,7 @@ class Log:
     def metrics(self, step, *, skipped: int, loss: float, norm: float, seconds: float) -> dict:
         """The metrics of a step; memory_gb, the peak so far, and comm_gb are this rank's. step: a job.Step.
         skipped: number of steps since the beginning of the run."""
-        rate = len(step.samples) * self.settings.batch.seq / seconds
+        rate = len(step.samples) * self.settings.batch.seq_len / seconds
         utilisation = {name: flops * rate / self.ranks / self.peak if self.peak else None
                        for name, flops in self.flops.items()}
         return dict(
@@ -181,13 +181,14 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built: int
         lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism{small})")
     lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
-        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq:,} tokens per step{ramp}",
+        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq_len:,} tokens per "
+        f"step{ramp}",
         f"model   {model.preset}: {built or total.total:,} parameters{active}; "
         f"rank {groups.get('world', ALONE).rank} needs about {format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
         lines.append(
             f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-            f"{samples.spans:,} samples of {batch.seq}")
+            f"{samples.spans:,} samples of {batch.seq_len}")
     return "\n".join(lines)
 
 
@@ -198,7 +199,7 @@ def grid_line(grid: config.Grid, model: config.Model) -> str:
     layers = "the whole model" if grid.tp == 1 else f"1/{grid.tp} of every layer and " + (
         f"1/{grid.tp} of the tokens between layers" if grid.sequence_parallel else "all tokens between layers")
     if grid.pp > 1:
-        layers = f"{grid.chunks} of {grid.pp * grid.chunks} stages ({grid.schedule}), of these {layers}"
+        layers = f"{grid.virtual_stages} of {grid.pp * grid.virtual_stages} stages ({grid.schedule}), of these {layers}"
     experts = ""
     if model.experts:
         edp = shards * grid.tp // grid.ep

@@ -106,7 +106,7 @@ class Flags:
     schedule: str = setting("all", "which one", (*SCHEDULES, "all"))
     pp: int = setting(4, "ranks")
     micro_batches: int = setting(8, "of a step")
-    chunks: int = setting(0, "model chunks per rank; 0: as many as the schedule needs")
+    virtual_stages: int = setting(0, "model chunks per rank; 0: as many as the schedule needs")
     group: int = setting(0, "micro-batches per interleaved group; 0: as few as possible")
     costs: str = setting("1,1,1", "times of a rank for F, I and W, for all its model chunks together")
     svg: str = setting("", "write the picture here")
@@ -123,9 +123,9 @@ def chosen_plans(args: Flags) -> dict[str, Plan]:
     need(max(args.pp, args.micro_batches) <= MOST,
          f"--pp {args.pp}, --micro-batches {args.micro_batches}: must be at most {MOST}")
     names = SCHEDULES if args.schedule == "all" else [args.schedule]
-    need(len(names) == 1 or not args.chunks and not args.group,
-         "--chunks and --group are for one schedule: name it with --schedule")
-    return {name: make_plan(name, args.pp, args.micro_batches, args.chunks, args.group) for name in names}
+    need(len(names) == 1 or not args.virtual_stages and not args.group,
+         "--virtual-stages and --group are for one schedule: name it with --schedule")
+    return {name: make_plan(name, args.pp, args.micro_batches, args.virtual_stages, args.group) for name in names}
 
 
 def main(arguments: list[str]) -> None:

@@ -36,8 +36,8 @@ from run.meter import Meter
 FILE = Path(__file__).parent / "data" / "baseline.json"
 STEPS = 3
 LINES = [
-    (1, "--micro-batch 8 --optimizer sgd --clip 0 --z-loss 0.01"),
-    (1, "--micro-batch 8 --recompute selective --attention math --window 5 --window-every 2"),
+    (1, "--micro-batch 8 --optimizer sgd --grad-clip 0 --z-loss 0.01"),
+    (1, "--micro-batch 8 --recompute selective --attention math --window 5 --full-attention-every 2"),
     (1, "--micro-batch 8 --offload both --recompute full"),
     (2, "--micro-batch 6 --zero 1 --reduce-dtype bf16 --dtype bf16 --bucket-mb 0.05"),
     *(pairs.grid_of(choice) for choice in pairs.all_pairs()[::3])]
@@ -51,8 +51,8 @@ def run(flags: str) -> dict:
     generator, out, seen = torch.Generator().manual_seed(11), dict(loss=[], norm=[]), 0
     for _ in range(STEPS):
         sequences = job.sequences_at(seen, settings.batch.ramp())
-        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
-        seen += sequences * settings.batch.seq
+        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq_len + 1), generator=generator)
+        seen += sequences * settings.batch.seq_len
         gc.collect()
         collectives.sent.clear()
         with Meter() as meter:

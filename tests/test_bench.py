@@ -218,7 +218,7 @@ def test_a_profile_has_the_last_steps_and_no_others(monkeypatch, late):
     calls = (Optimizer, "step", "step"), (profiler, "start", "start"), (profiler, "stop", "stop")
     with on_a_small_cpu(), in_order(*calls) as events:
         records, kernels = training.train_llama(
-            "--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq 32 --dtype fp32", 6, 2)
+            "--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 48 --seq-len 32 --dtype fp32", 6, 2)
     assert events == [*4 * ["step"], "start", "step", "step", "stop"] and kernels == []
     assert [record["step"] for record in records] == [*range(6)] and records[0]["step_s"] > 0
 
@@ -309,7 +309,7 @@ def test_ranks_that_share_a_gpu_are_allowed_to(monkeypatch, ranks, nccl):
 
 def test_smoke_compares_each_dtype_with_one_process_on_the_cpu(capsys, monkeypatch):
     monkeypatch.setattr(smoke.subprocess, "run", lambda command, **options: python(*command[1:]))
-    smoke.main(["--grids", f"--recompute full --layers 1 --seq 64 --data {ROOT}/pp.py"])
+    smoke.main(["--grids", f"--recompute full --layers 1 --seq-len 64 --data {ROOT}/pp.py"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["fp32", "bf16"]
     assert float(lines[0][4]) <= 1e-6 < float(lines[1][4]) < 2e-2  # on the same device the fp32 run is the same one
@@ -334,7 +334,8 @@ def test_smoke_takes_the_grids_that_its_ranks_can_be():
 
 @pytest.mark.slow
 def test_smoke_trains_every_grid_of_four_ranks():
-    grids = [f"{grid} --seq 32 --data {ROOT}/pp.py" for grid in smoke.parse([], 4)[0]]  # little text: each run reads it
+    # Little text: each run reads it.
+    grids = [f"{grid} --seq-len 32 --data {ROOT}/pp.py" for grid in smoke.parse([], 4)[0]]
     command = "-m torch.distributed.run --nproc_per_node=4 -m bench smoke --grids"
     done = python(*command.split(), ";".join(grids), timeout=1200)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 * len(grids) > 30

@@ -75,7 +75,7 @@ def test_training_rows_have_flags_that_train_and_fit(card):
     rows = trained(card)
     for flags in rows.values():
         settings = training.settings_of(flags)
-        assert settings.precision.dtype == "bf16" and settings.batch.seq in (1024, 4096) and settings.ranks == 1
+        assert settings.precision.dtype == "bf16" and settings.batch.seq_len in (1024, 4096) and settings.ranks == 1
         assert settings.batch.global_batch % settings.batch.micro_batch == 0
         device.check_device(settings, torch.device("cpu"))
         assert sum(memory_of_rank(settings, 0, 2, fused=True).values()) < CARDS[card]

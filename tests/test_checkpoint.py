@@ -42,7 +42,8 @@ from run.ranks import host_group
 
 ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
-ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --chunks 0 --ep 1 "
+ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --virtual-stages 0 "
+       "--ep 1 "
        "--zero 0")  # the grid of one process: else a resumed run has the checkpoint's
 MOE = "--experts 4 --top-k 2 --expert-ffn 24"
 
@@ -61,21 +62,22 @@ def tokens(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("ranks, flags", [
     (1, "--val-data {tokens} --eval-every 2 --batch-ramp 8@0,16@800 --lr-schedule wsd"),  # 16 from step 5 on
-    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments bf16 --separator 0 --doc-mask"),
+    (2, "{folder}/answers.npy --data-weights 1,2 --dtype bf16 --zero 3 --moments-dtype bf16 --separator 0 "
+        "--mask-documents"),
     (2, "--dtype fp16 --pp 2 --micro-batch 2 --tied --z-loss 30"),  # gradients overflow, and the scale is halved
-    (4, f"{MOE} --tp 2 --ep 2 --router sigmoid --bias-rate 0.01 --zero 1"),
+    (4, f"{MOE} --tp 2 --ep 2 --router sigmoid --router-bias-rate 0.01 --zero 1"),
     (1, "--dtype bf16 --fp8 blockwise --hidden 128 --ffn 128 --head-dim 32 --kv-heads 4"),
     (2, "--mtp --pp 2 --micro-batch 2 --val-data {tokens} --eval-every 2"),
 ], ids=["ramp, wsd, evaluation", "bf16 moments, documents", "fp16", "experts", "fp8", "mtp"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, tokens, ranks, flags):
     """After four of six steps: in its tensors, in all that run.json says of its progress, and in its metrics."""
     flags = flags.format(tokens=tokens, folder=os.path.dirname(tokens))
-    flags = f"{SMALL} --data {tokens} {flags} --steps 6 --save-every 2 --keep 0"
+    flags = f"{SMALL} --data {tokens} {flags} --steps 6 --save-every 2 --keep-checkpoints 0"
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    pool.run(ranks, "runs:run", flags=f"{flags} --out {straight} --metrics {straight}.jsonl")
+    pool.run(ranks, "runs:run", flags=f"{flags} --checkpoint-dir {straight} --metrics {straight}.jsonl")
     shutil.copytree(straight / "step-000004", resumed / "step-000004")
     shutil.copy(f"{straight}.jsonl", f"{resumed}.jsonl")
-    pool.run(ranks, "runs:run", flags=f"--resume auto --out {resumed} --metrics {resumed}.jsonl")
+    pool.run(ranks, "runs:run", flags=f"--resume auto --checkpoint-dir {resumed} --metrics {resumed}.jsonl")
     ends = [folder / "step-000006" for folder in (straight, resumed)]
     want, got = map(tensors, ends)
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
@@ -97,13 +99,13 @@ CHAINS = {
     "dense": ("", [(1, ""), (4, "--tp 4 --kv-heads 4"), (3, "--zero 3"), (1, "")]),
     "dense, more, too": ("", [(4, "--dp 2 --cp 2 --zero 2"), (2, "--pp 2 --schedule zb-v"), (1, "")]),
     "tied": ("--tied", [(1, ""), (3, "--pp 3"), (4, "--pp 2 --tp 2 --zero 1"), (1, "")]),
-    "experts": (f"{MOE} --bias-rate 0.01", [(1, ""), (2, "--ep 2"), (4, "--dp 4 --ep 2 --zero 3"), (2, "--pp 2"),
+    "experts": (f"{MOE} --router-bias-rate 0.01", [(1, ""), (2, "--ep 2"), (4, "--dp 4 --ep 2 --zero 3"), (2, "--pp 2"),
                                             (1, "")]),
     "dense, more": ("", [(1, ""), (2, "--zero 1"), (4, "--zero 1 --dp-replicate 2"), (8, "--tp 8 --sp off"),
                          (4, "--pp 2 --schedule interleaved"), (2, "--tp 2 --sp off"), (2, "--cp 2 --cp-style ulysses"),
                          (8, ""), (6, ""), (8, ""), (1, ""), (2, "--zero 2")]),
     "tied, more": ("--tied", [(2, "--pp 2 --schedule dualpipev"), (3, "--zero 2"), (2, "--cp 2 --cp-style ring")]),
-    "experts, more": (f"{MOE} --bias-rate 0.01", [(4, "--ep 4 --tp 2 --zero 1"), (4, "--cp 2 --ep 4"),
+    "experts, more": (f"{MOE} --router-bias-rate 0.01", [(4, "--ep 4 --tp 2 --zero 1"), (4, "--cp 2 --ep 4"),
                                                   (2, "--tp 2 --sp off"), (8, "--pp 2 --tp 2 --ep 4")])}
 draw = random.Random(0)
 for name in ("dense", "tied", "experts"):
@@ -117,14 +119,14 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
     """Master weights, moments, counts and biases after every step are those of one process, to 1e-10 in fp64; and no
     replica is accused of a difference before it is saved."""
     model, chain = CHAINS[name]
-    flags = f"{grids.BASE} --layers 4 {model} --data {tokens} --save-every 1 --check-replicas 1 --keep 0"
-    straight = f"--micro-batch 24 --steps {len(chain)} --out {tmp_path / 'straight'}"
+    flags = f"{grids.BASE} --layers 4 {model} --data {tokens} --save-every 1 --check-replicas 1 --keep-checkpoints 0"
+    straight = f"--micro-batch 24 --steps {len(chain)} --checkpoint-dir {tmp_path / 'straight'}"
     pool.run(1, "runs:run", flags=f"{flags} {straight}")
     for step, (ranks, grid) in enumerate(chain, 1):
-        dp = rules.parse(f"{flags} {ONE} {grid} --out {tmp_path}".split(), ranks).grid.dp
+        dp = rules.parse(f"{flags} {ONE} {grid} --checkpoint-dir {tmp_path}".split(), ranks).grid.dp
         grid = f"{ONE} {grid} --micro-batch {48 // dp // (4 if dp == 1 else 2)}"
         said = pool.run(ranks, "runs:run",
-                        flags=f"{flags} {grid} --steps {step} --out {tmp_path / 'chain'} --resume auto")[0]
+                        flags=f"{flags} {grid} --steps {step} --checkpoint-dir {tmp_path / 'chain'} --resume auto")[0]
         assert (f"step-{step - 1:06d} after {step - 1} steps" in said) == (step > 1)
         want, got = (tensors(tmp_path / name / f"step-{step:06d}") for name in ("straight", "chain"))
         assert want.keys() == got.keys()
@@ -308,7 +310,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
     raises ValueError if a tensor is not whole."""
     pp, dp, tp = 4, 32, 8
     settings = rules.parse(f"--preset llama-3.1-70b --dtype bf16 --pp {pp} --tp {tp} --zero 1 --global-batch {dp} "
-                            f"--seq 4096 --data {tokens}".split(), pp * dp * tp)
+                            f"--seq-len 4096 --data {tokens}".split(), pp * dp * tp)
     plans, seconds = [], []
     for stage, shard in product(range(pp), range(tp)):
         groups = grids.NO_GROUPS | {axis: SimpleNamespace(rank=rank, size=size, process_group=None)
@@ -428,22 +430,24 @@ def trained(tmp_path_factory, tokens) -> Path:
     """A run of two steps, on a mixture."""
     folder = tmp_path_factory.mktemp("trained")
     np.save(folder / "other.npy", np.load(tokens)[:500])
-    run(f"{SMALL} --data {tokens} {folder}/other.npy --data-weights 3,1 --steps 2 --out {folder}")
+    run(f"{SMALL} --data {tokens} {folder}/other.npy --data-weights 3,1 --steps 2 --checkpoint-dir {folder}")
     return folder
 
 
 @pytest.mark.parametrize("flags, line", [
-    ("--norm-eps 1e-6", "--norm-eps 1e-06: the checkpoint's model has 1e-05; give --insist to change it"),
-    ("--layers 3", "--layers 3: the checkpoint's model has 2; give --insist to change it"),
-    ("--layers 3 --insist", "attention.wq/master is 32 x 32 here and missing there, and 26 more tensors differ"),
-    ("--layers 1 --insist", " weights, and this model only "),
+    ("--norm-eps 1e-6", "--norm-eps 1e-06: the checkpoint's model has 1e-05; give --allow-mismatch to change it"),
+    ("--layers 3", "--layers 3: the checkpoint's model has 2; give --allow-mismatch to change it"),
+    ("--layers 3 --allow-mismatch", "attention.wq/master is 32 x 32 here and missing there, and 26 more tensors "
+                                    "differ"),
+    ("--layers 1 --allow-mismatch", " weights, and this model only "),
     ("--init-from model", "has weights, so leave out --init-from; only auto, which may find none, goes with it"),
-    ("--seed 1", "the data differs, its seed was 0 and is 1; give --insist to change it"),
-    ("--seq 12", "the data differs, its seq was 24 and is 12"),
+    ("--seed 1", "the data differs, its seed was 0 and is 1; give --allow-mismatch to change it"),
+    ("--seq-len 12", "the data differs, its seq was 24 and is 12"),
     ("--data other.npy {trained}/other.npy", "the data differs, its hash was"),
     ("--data-weights=1,1", "data differs, its sources was [[5000, 3], [500, 1]] and is [[5000, 1], [500, 1]]; give -"),
-    ("--data-weights=", "the data differs, its sources was [[5000, 3], [500, 1]] and is []; give --insist to chan"),
-    ("--data other.npy --insist", " (--data-weights is the checkpoint's: "),
+    ("--data-weights=", "the data differs, its sources was [[5000, 3], [500, 1]] and is []; give --allow-mismatch to "
+                        "chan"),
+    ("--data other.npy --allow-mismatch", " (--data-weights is the checkpoint's: "),
 ])
 def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens, tmp_path, monkeypatch, flags, line):
     monkeypatch.chdir(tmp_path)
@@ -452,37 +456,39 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
     np.save("other.npy", values)
     flags = flags.format(trained=trained)
     with pytest.raises(ValueError) as error:
-        run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 {flags}")
+        run(f"--resume {trained} --checkpoint-dir {tmp_path / 'new'} --steps 3 {flags}")
     assert line in str(error.value) and "\n" not in str(error.value)
-    if "--layers" not in flags and "--init-from" not in flags and "--insist" not in flags:
-        said = run(f"--resume {trained} --out {tmp_path / 'new'} --steps 3 --insist {flags}")
+    if "--layers" not in flags and "--init-from" not in flags and "--allow-mismatch" not in flags:
+        said = run(f"--resume {trained} --checkpoint-dir {tmp_path / 'new'} --steps 3 --allow-mismatch {flags}")
         assert "trained 3 steps" in said and f"resumed {trained}/step-000002 after 2 steps\n" in said
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
     """The data axis fills, a setting that does not fit is said to be the checkpoint's, the published model is kept."""
-    pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --out {tmp_path} --dp 2 --tp 2")
+    pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --checkpoint-dir {tmp_path} --dp 2 "
+                                  "--tp 2")
     forge(tmp_path / "step-000001" / "run.json", published="weights")
-    assert cli.parse(f"--resume auto --out {tmp_path}".split(), 8).grid.dp == 4
-    pool.run(2, "runs:run", flags=f"--resume auto --out {tmp_path} --steps 2 --warmup 0")
+    assert cli.parse(f"--resume auto --checkpoint-dir {tmp_path}".split(), 8).grid.dp == 4
+    pool.run(2, "runs:run", flags=f"--resume auto --checkpoint-dir {tmp_path} --steps 2 --warmup 0")
     run = cli.read_run(tmp_path / "step-000002")
     assert (run["grid"]["dp"], run["grid"]["tp"], run["published"]) == (1, 2, "weights")
     with pytest.raises(ValueError, match=r"^--tp 2 .* \(--tp is the checkpoint's: give another\)$"):
-        cli.parse(f"--resume auto --out {tmp_path}".split(), 1)
+        cli.parse(f"--resume auto --checkpoint-dir {tmp_path}".split(), 1)
     with pytest.raises(ValueError, match=r"^--tp 4 .* --nproc_per_node\)$"):
-        cli.parse(f"--resume auto --out {tmp_path} --tp 4".split(), 1)
-    cli.parse(f"--resume auto --out {tmp_path} --tp 1".split(), 1)
+        cli.parse(f"--resume auto --checkpoint-dir {tmp_path} --tp 4".split(), 1)
+    cli.parse(f"--resume auto --checkpoint-dir {tmp_path} --tp 1".split(), 1)
 
 
 def test_flags_that_are_given_win_and_the_rest_is_the_checkpoints(trained):
     """But for what belongs to one start of a run."""
-    with had(trained, insist=True, resume="auto", init_from="a", export_hf="b", profile="c", memory_snapshot="d"):
+    with had(trained, allow_mismatch=True, resume="auto", init_from="a", export_hf="b", profile="c",
+             memory_snapshot="d"):
         settings = cli.parse(f"--resume {trained} --lr 0.5".split())
     assert settings.optim.lr == 0.5 and settings.model.hidden == 32 and settings.optim.betas == (0.9, 0.95)
-    assert settings.run.resume == settings.run.out == str(trained) and settings.batch.global_batch == 8
-    assert not any((settings.run.insist, settings.run.init_from, settings.run.export_hf, settings.run.profile,
+    assert settings.run.resume == settings.run.checkpoint_dir == str(trained) and settings.batch.global_batch == 8
+    assert not any((settings.run.allow_mismatch, settings.run.init_from, settings.run.export_hf, settings.run.profile,
                     settings.run.memory_snapshot))
-    settings = cli.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --insist".split())
+    settings = cli.parse(f"--resume {trained} --preset qwen3-0.6b --hidden 64 --allow-mismatch".split())
     assert (settings.model.preset, settings.model.layers, settings.model.hidden) == ("qwen3-0.6b", 28, 64)
     assert settings.model.qk_norm and settings.batch.global_batch == 8
 
@@ -533,21 +539,22 @@ def test_a_run_json_of_another_version_or_kind_is_named_or_passed_over(trained, 
 
 
 def test_a_run_goes_on_in_its_folder_from_anywhere_and_a_copy_of_it_in_none(tokens, tmp_path, monkeypatch):
-    """Its files were named from where it began; a checkpoint names them from everywhere. --keep removes the one that
-    the run was resumed from after two more."""
+    """Its files were named from where it began; a checkpoint names them from everywhere. --keep-checkpoints removes the
+    one that the run was resumed from after two more."""
     monkeypatch.chdir(os.path.dirname(tokens))
     out, link, copy = (tmp_path / name for name in ("out", "link", "copy"))
-    run(f"{SMALL} --data tokens.npy --val-data tokens.npy --out {os.path.relpath(out)} --metrics m --steps 2 "
+    run(f"{SMALL} --data tokens.npy --val-data tokens.npy --checkpoint-dir {os.path.relpath(out)} --metrics m --steps "
+        "2 "
         "--save-every 2")
     monkeypatch.chdir(ROOT)
     link.symlink_to(out)
     for same in out, link, os.path.relpath(out):
         settings = cli.parse(f"--resume {same}".split())
-        assert settings.data.data == settings.data.val_data == [tokens] and settings.run.out == str(out)
+        assert settings.data.data == settings.data.val_data == [tokens] and settings.run.checkpoint_dir == str(out)
         assert settings.run.metrics == os.path.join(os.path.dirname(tokens), "m")
     settings = cli.parse(f"--resume {shutil.copytree(out, copy)} --steps 3".split())
-    assert settings.run.out == settings.run.metrics == "" and settings.run.save_every == 0
-    said = run(f"--resume {out}/step-000002 --out {link} --steps 6 --save-every 1 --sample 2")
+    assert settings.run.checkpoint_dir == settings.run.metrics == "" and settings.run.save_every == 0
+    said = run(f"--resume {out}/step-000002 --checkpoint-dir {link} --steps 6 --save-every 1 --sample-prompt 2")
     assert "trained 6 steps" in said and not (out / "step-000002").exists()
 
 
@@ -564,26 +571,29 @@ def test_a_run_on_any_grid_is_sampled_from_on_one_rank(trained, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", ranks)
         generate.main([str(trained), "--prompt", "a"])
     with had(trained, dp=2, dp_replicate=2, cp=4, cp_style="ring", cp_zigzag="document", cp_ulysses=2, tp=4, sp="async",
-             pp=4, zero=1, ep=4, schedule="interleaved", chunks=2, recompute="full", micro_batch=4,
-             global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", out="o",
-             val_data=[__file__], moments="bf16", dtype="bf16", offload="both", rewind=1):
+             pp=4, zero=1, ep=4, schedule="interleaved", virtual_stages=2, recompute="full", micro_batch=4,
+             global_batch=32, batch_ramp="16@0,32@99", eval_every=3, save_every=2, metrics="m", checkpoint_dir="o",
+             val_data=[__file__], moments_dtype="bf16", dtype="bf16", offload="both", rewind=1):
         settings, on_four = cli.parse(called[0]), cli.parse(called[1], 4)
     assert replace(settings.grid, cp_style="allgather") == rules.parse([]).grid
-    assert (settings.run.metrics, settings.run.out, settings.optim.steps) == ("", "", 0)
-    assert settings.data.val_data == [] and settings.optim.optimizer == "sgd" and settings.precision.moments != "bf16"
+    assert (settings.run.metrics, settings.run.checkpoint_dir, settings.optim.steps) == ("", "", 0)
+    assert settings.data.val_data == [] and settings.optim.optimizer == "sgd"
+    assert settings.precision.moments_dtype != "bf16"
     assert on_four.grid.dp == on_four.batch.global_batch == 4
 
 
 def test_grid_auto_keeps_nothing_of_the_grid_of_the_run_that_is_resumed(trained):
-    flags = f"--resume {trained} --layers 8 --insist --grid auto"
-    with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", chunks=4,
+    flags = f"--resume {trained} --layers 8 --allow-mismatch --grid auto"
+    with had(trained, dp=4, dp_replicate=2, tp=2, pp=2, zero=1, schedule="interleaved", virtual_stages=4,
              recompute="full", micro_batch=2, global_batch=16):
-        for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --chunks 2 --schedule interleaved"):
+        for ranks, more in (1, ""), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --virtual-stages 2 --schedule "
+                                                                       "interleaved"):
             settings, _ = search.fill_grid(cli.parse(f"{flags} {more}".split(), ranks), ranks,
                                            search.this_machine(ranks))
             grid = settings.grid
             assert grid.dp * grid.pp * grid.tp * grid.cp == ranks and grid.pp == ranks
-            assert grid.chunks == (2 if "--chunks" in more else 1) and settings.precision.recompute == "none"
+            assert grid.virtual_stages == (2 if "--virtual-stages" in more else 1)
+            assert settings.precision.recompute == "none"
 
 
 def test_a_checkpoint_is_evaluated_without_a_step_and_metrics_are_left_alone(trained, tokens, tmp_path):
@@ -653,7 +663,7 @@ def run_where_rank_1_reads_nan(flags: str) -> None:
 
 
 def test_weights_that_are_not_finite_on_one_rank_are_not_resumed_on_any(pool, trained):
-    flags = f"--resume {trained} --steps 3 --out= --save-every 0 --dp 2"
+    flags = f"--resume {trained} --steps 3 --checkpoint-dir= --save-every 0 --dp 2"
     with pytest.raises(RuntimeError) as error:
         pool.run(2, "test_checkpoint:run_where_rank_1_reads_nan", flags=flags)
     line = f"ValueError: {trained}/step-000002: layers.0.attention.wk/master has values that are not finite: continue"
@@ -727,7 +737,8 @@ def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(p
     """By a run with no step left, with files of the model that the first began with; without tokenizer.json, too."""
     tokenizer = shutil.copytree(published, tmp_path / "given") / "tokenizer.model"
     tokenizer.with_suffix(".json").rename(tokenizer)
-    flags = (f"--init-from {tmp_path}/given --data {tokens} --seq 24 --global-batch 2 --steps 1 --out {tmp_path}/out "
+    flags = (f"--init-from {tmp_path}/given --data {tokens} --seq-len 24 --global-batch 2 --steps 1 --checkpoint-dir "
+             f"{tmp_path}/out "
              f"--export-hf {tmp_path}/hf")
     with patch("safetensors.torch.save_file", side_effect=OSError(28, "No space left on device")):
         with pytest.raises(RuntimeError, match=f"^--export-hf: {tmp_path}/hf/model.safetensors: cannot be written: "
@@ -745,7 +756,8 @@ def test_an_export_that_fails_is_one_line_and_the_checkpoint_is_exported_later(p
 def test_weights_are_exported_in_the_dtype_of_the_run_or_fp32_and_by_the_command_line_in_bf16_or_as_asked(
         tokens, tmp_path, monkeypatch, dtype, of_run, flags, of_command):
     path = tmp_path / "run" / "step-000000"
-    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --out {tmp_path}/run --export-hf {tmp_path}/first")
+    run(f"{SMALL} --data {tokens} --steps 0 --dtype {dtype} --checkpoint-dir {tmp_path}/run --export-hf "
+        f"{tmp_path}/first")
     command(monkeypatch, "export", path, tmp_path / "second", *flags)
     for folder, exported in (tmp_path / "first", of_run), (tmp_path / "second", of_command):
         weights, settings = load_file(folder / "model.safetensors"), transformers.AutoConfig.from_pretrained(folder)
@@ -800,8 +812,10 @@ def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, 
     assert capsys.readouterr().out == f"{corpus}: {len(tokens):,} tokens" + (
         f", of which {mask.sum():,} are targets\n" if chat else "\n")
     spans, tuned = (len(tokens) - 1) // 32, tmp_path / "tuned"
-    said = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq 32 --global-batch {2 * spans} "
-                    f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --out {tmp_path}/run --export-hf {tuned} --sample def "
+    said = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq-len 32 --global-batch "
+                                         f"{2 * spans} "
+                    f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --checkpoint-dir {tmp_path}/run --export-hf {tuned} "
+                    "--sample-prompt def "
                     f"--metrics {tmp_path}/metrics")[0]
     at = np.arange(spans)[:, None] * 32 + np.arange(33)
     batch, learned = (torch.from_numpy(array.astype(np.int64)[at]) for array in (tokens, mask))

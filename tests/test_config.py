@@ -24,7 +24,7 @@ WRONG = [  # ranks, command line, what the line must say; but for those that rul
     (8, "--dp", "--dp: expected one argument"),
     (8, "--cp 2 --pp 2 --dp 4",
      "--dp 4 x --cp 2 x --tp 1 x --pp 2 = 16 ranks, and there are 8: use --dp 2, or start 16"),
-    (2, "--tp 2 --seq 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq 255 = 255 tokens"),
+    (2, "--tp 2 --seq-len 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq-len 255 = 255 tokens"),
     (1, "--help-me", "--help-me: unknown flag, --help lists all"),
     (1, "--preset llama-9b", "--preset llama-9b: unknown, use one of tiny, smollm-135m"),
     (8, "--global-batch 20", "--global-batch 20 is not a multiple of --dp 8: use 16 or 24"),
@@ -53,28 +53,29 @@ WRONG = [  # ranks, command line, what the line must say; but for those that rul
     (1, "--global-batch 9999999999 --micro-batch 1",
      "9,999,999,999 micro-batches per step of --global-batch 9999999999: must be at most 100,000"),
     (1, "@no-such-file", "@no-such-file: there is no file no-such-file"),
-    (1, "--resume auto", "--resume auto needs --out"),
+    (1, "--resume auto", "--resume auto needs --checkpoint-dir"),
     (1, "--resume nowhere", "--resume nowhere: is no checkpoint, and no folder that has any"),
-    (1, f"--out {__file__}", f"--out {__file__}: is a file"),
+    (1, f"--checkpoint-dir {__file__}", f"--checkpoint-dir {__file__}: is a file"),
     (1, "--init_frm=a/folder/of/weights", "--init-frm=a/folder/of/weights: unknown flag, did you mean --init-from?"),
-    (2, "--cp 2 --cp-zigzag document", "--cp-zigzag document needs --doc-mask"),
-    (2, "--cp 2 --cp-zigzag document --doc-mask --window 8", "--cp-zigzag document needs --doc-mask, no --window"),
+    (2, "--cp 2 --cp-zigzag document", "--cp-zigzag document needs --mask-documents"),
+    (2, "--cp 2 --cp-zigzag document --mask-documents --window 8", "--cp-zigzag document needs --mask-documents, no "
+                                                                   "--window"),
     (2, "--dry-run 0/8", "--dry-run on 2 ranks: one process pretends to be one of them, leave out torchrun"),
     *((1, f"--dry-run {asked}", f"--dry-run {asked}: write RANK/GPUS, such as 0/64 for the first of 64")
       for asked in ("8", "8/8", "0/0", "1/", "/8", "a/8", "0/-8", "0/8/8")),
     (1, "--dry-run 0/8 --tp 3", "--tp 3 does not divide the ranks that --pp leaves (8): use one of 1, 2, 4, 8"),
     (1, "--batch-ramp 16@0,0@9", '--batch-ramp "16@0,0@9": write sequences@tokens'),
     (1, f"--export-hf {__file__}", f"--export-hf {__file__}: is a file, name a folder"),
-    (1, "--export-hf /proc/hf --out run", "--export-hf /proc/hf: /proc cannot be written to: No such file"),
-    (1, "--metrics a --out a", "--metrics a: is the folder of --out or --export-hf, name a file"),
+    (1, "--export-hf /proc/hf --checkpoint-dir run", "--export-hf /proc/hf: /proc cannot be written to: No such file"),
+    (1, "--metrics a --checkpoint-dir a", "--metrics a: is the folder of --checkpoint-dir or --export-hf, name a file"),
     (1, "--profile /proc/a/b", "/proc/a/b: /proc cannot be written to: No such file or directory"),
     (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9",
      "--schedule dualpipev --pp 4 --micro-batch 1 --batch-ramp 8@0,7@9: 7 micro-batches: "),
     *((8, line, "") for line in (  # what another part of a rule refuses than in REFUSED
         f"{LATENT} --rope-head-dim 32", f"{LATENT} --cp 2 --cp-style ulysses", f"{LATENT} --qkv-bias",
-        "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1", "--no-fp8-ends --layers 3", "--chunks 2",
-        "--attention triton --dtype fp64", "--moments bf16 --dtype fp64", "--fp8 tensorwise --dtype fp16",
-        "--experts 8 --expert-groups 4 --top-groups 5", "--rewind 1 --save-every 2 --out a --max-skipped 0",
+        "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1", "--no-fp8-ends --layers 3", "--virtual-stages 2",
+        "--attention triton --dtype fp64", "--moments-dtype bf16 --dtype fp64", "--fp8 tensorwise --dtype fp16",
+        "--experts 8 --expert-groups 4 --top-groups 5", "--rewind 1 --save-every 2 --checkpoint-dir a --max-skipped 0",
         "--offload activations --recompute selective")),
 ]
 
@@ -115,18 +116,18 @@ REFUSED = [changed(field) for field in config.FIELDS.values() if field.metadata[
     "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15",
     "--kv-lora-rank 8", f"{LATENT} --v-head-dim 33", "--kv-lora-rank 8 --rope-head-dim 4", f"{LATENT} --qk-norm",
     f"{LATENT} --cp 2 --cp-style ring",
-    "--schedule afab", "--chunks 2 --pp 2", "--pp 8",
-    "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --doc-mask --cp-style ulysses", "--sp async",
+    "--schedule afab", "--virtual-stages 2 --pp 2", "--pp 8",
+    "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --mask-documents --cp-style ulysses", "--sp async",
     "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7",
     "--dp-replicate 8 --zero 3",
 
     "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2",
-    "--no-fp8-ends --fp8 tensorwise --layers 2", "--moments bf16 --optimizer sgd",
-    "--moments bf16 --betas 0.9,0.991", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 258",
+    "--no-fp8-ends --fp8 tensorwise --layers 2", "--moments-dtype bf16 --optimizer sgd",
+    "--moments-dtype bf16 --betas 0.9,0.991", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 258",
     "--kernels torch --attention triton", "--offload activations",
 
     "--separator 257", "--min-lr 0.0021", "--warmup 201", "--rewind 1",
-    "--offload optimizer --dry-run 0/8", "--grid auto --dry-run 0/8", "--doc-mask --dry-run 0/8"]
+    "--offload optimizer --dry-run 0/8", "--grid auto --dry-run 0/8", "--mask-documents --dry-run 0/8"]
 
 
 def what_refuses(line: str) -> int | None:
@@ -181,15 +182,15 @@ def test_help_names_the_setting_that_a_setting_needs():
 
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
-            "seq", "global_batch", "mtp_weight", "eval_steps", "timeout"}
+            "seq_len", "global_batch", "mtp_weight", "eval_steps", "timeout"}
 
 
 @pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.type in (int, float)
                                    and not field.metadata["choices"]], ids=lambda field: field.name)
 def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     """And 0 where it has no meaning. What is no number is no value of it."""
-    others, ranks = f"--experts 8 --mtp --val-data {__file__} --out no/such/folder --save-every 1", 1
-    if field.name == "chunks":
+    others, ranks = f"--experts 8 --mtp --val-data {__file__} --checkpoint-dir no/such/folder --save-every 1", 1
+    if field.name == "virtual_stages":
         others, ranks = "--pp 2 --schedule interleaved", 2
     flag, wrong = config.flag(field.name), "1.5" if field.type is int else "soon"
     outside = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)
@@ -253,18 +254,18 @@ def test_what_is_no_value_of_another_commands_flag_is_one_line_too(command):
 def test_the_value_of_a_flag_may_begin_with_an_at_sign(tmp_path):
     """As decorators do. Elsewhere it begins the name of a file of flags, also after the paths of a list."""
     file = tmp_path / "flags"
-    file.write_text("--seq 8 --sample\n@property")
-    for words in ["--sample", "@dataclass"], ["--sample=@dataclass"]:
-        assert rules.parse(words).run.sample == "@dataclass"
+    file.write_text("--seq-len 8 --sample-prompt\n@property")
+    for words in ["--sample-prompt", "@dataclass"], ["--sample-prompt=@dataclass"]:
+        assert rules.parse(words).run.sample_prompt == "@dataclass"
     parsed = rules.parse(["--tied", f"@{file}", "--data", __file__, f"@{file}"])
-    assert (parsed.batch.seq, parsed.run.sample, parsed.data.data) == (8, "@property", [__file__])
+    assert (parsed.batch.seq_len, parsed.run.sample_prompt, parsed.data.data) == (8, "@property", [__file__])
 
 
 @pytest.mark.parametrize("preset", [name for name, values in config.PRESETS.items() if values.get("experts")])
 def test_without_experts_a_preset_is_its_dense_model(preset):
     """Whatever else it says of them. So it is without latent attention."""
     dense = rules.parse(["--preset", preset, "--experts", "0"])
-    assert costs.parameters(dense.model).experts == dense.model.shared_experts == dense.optim.bias_rate == 0
+    assert costs.parameters(dense.model).experts == dense.model.shared_experts == dense.optim.router_bias_rate == 0
     assert dense.model.ffn == config.PRESETS[preset]["ffn"]
     if dense.model.kv_lora_rank:
         heads = rules.parse(["--preset", preset, "--kv-lora-rank", "0"]).model
@@ -272,15 +273,16 @@ def test_without_experts_a_preset_is_its_dense_model(preset):
 
 
 @pytest.mark.parametrize("ranks, line", [  # what is just outside is in REFUSED
-    (1, "--moments bf16 --betas 0,0.99"), (1, "--attention triton --head-dim 256"), (1, "--separator 256"),
+    (1, "--moments-dtype bf16 --betas 0,0.99"), (1, "--attention triton --head-dim 256"), (1, "--separator 256"),
     (1, "--timeout 1e7"), (1, "--layers 10000"), (1, "--lr 1e-3 --min-lr 1e-3"), (1, "--warmup 200"),
     (1, "--steps 0 --warmup 1"), (1, "--experts 8 --dense-layers 3"), (1, "--experts 8 --top-k 8"),
     (1, "--experts 8 --expert-groups 4 --top-k 2"), (1, "--experts 8 --expert-groups 4 --top-groups 4"),
     (1, LATENT), (1, f"{LATENT} --v-head-dim 32"), (1, f"{LATENT} --rope-head-dim 30"), (2, f"{LATENT} --cp 2"),
-    (1, "--experts 1 --top-k 1"), (1, "--router sigmoid --experts 2"), (2, "--pp 2 --layers 2"), (1, "--chunks 1"),
+    (1, "--experts 1 --top-k 1"), (1, "--router sigmoid --experts 2"), (2, "--pp 2 --layers 2"),
+    (1, "--virtual-stages 1"),
     (2, "--experts 8 --tp 2 --ffn 55 --expert-ffn 8"), (8, "--tp 8 --heads 8 --kv-heads 8 --vocab 8"),
-    (2, "--tp 2 --seq 255 --micro-batch 1 --sp off"), (4, "--tp 2 --seq 255 --micro-batch 1 --cp 2 --dp 1"),
-    (1, "--no-fp8-ends --fp8 tensorwise --layers 3"), (1, "--rewind 1 --save-every 2 --out a"),
+    (2, "--tp 2 --seq-len 255 --micro-batch 1 --sp off"), (4, "--tp 2 --seq-len 255 --micro-batch 1 --cp 2 --dp 1"),
+    (1, "--no-fp8-ends --fp8 tensorwise --layers 3"), (1, "--rewind 1 --save-every 2 --checkpoint-dir a"),
     (8, "--zero 3 --dp-replicate 4"), (4, "--dp 2 --cp 2 --zero 1 --dp-replicate 2"),
     (1, "--offload activations --recompute full")])
 def test_what_is_just_within_a_limit_is_accepted(ranks, line):
@@ -291,7 +293,7 @@ def test_what_is_just_within_a_limit_is_accepted(ranks, line):
     ("--global-batch 16", 2, 8), ("--pp 4", 4, 2), ("--pp 2", 2, 4), ("--pp 2", 8, 1), ("--tp 4", 4, 16),
     ("--pp 2 --global-batch 12", 2, 3), ("--pp 4 --global-batch 4", 4, 1), ("--pp 2 --global-batch 30", 2, 6),
     ("--pp 4 --layers 8 --schedule dualpipev", 4, 2), ("--pp 2 --global-batch 7", 2, 1),
-    ("--pp 2 --tp 2 --seq 5", 4, 4), ("--pp 2 --tp 2 --seq 5 --global-batch 4", 4, 2)])
+    ("--pp 2 --tp 2 --seq-len 5", 4, 4), ("--pp 2 --tp 2 --seq-len 5 --global-batch 4", 4, 2)])
 def test_without_a_micro_batch_a_pipeline_is_filled(flags, ranks, micro_batch):
     """With 2 pp micro-batches, or as near to it as the batch and tensor parallelism allow."""
     assert rules.parse(f"{flags} --data {__file__}".split(), ranks).batch.micro_batch == micro_batch
@@ -302,17 +304,18 @@ def test_a_wrong_file_of_flags_is_one_line(tmp_path):
     other.write_text(f"@{file}")
     for content, says in ((b"--seed \xff", f"@{file}: cannot be read: 'utf-8' codec can't decode byte 0xff in"),
                           (b"--seed '1", f"@{file}: cannot be read: No closing quot"),
-                          (f"--seq 8 @{other}".encode(), f"@{file}: the file reads itself"),
-                          (b"--out a\0b", "--out: has a NUL byte$")):
+                          (f"--seq-len 8 @{other}".encode(), f"@{file}: the file reads itself"),
+                          (b"--checkpoint-dir a\0b", "--checkpoint-dir: has a NUL byte$")):
         file.write_bytes(content)
         assert re.match(says, what_is_said(f"@{file}"))
 
 
 @pytest.mark.parametrize("flags, says", [
     ("--metrics {0}/m", "--metrics {0}/m: {0} cannot be written to"),
-    ("--metrics {0}/out/latest --out {0}/out",
-     "--metrics {0}/out/latest: is the folder of --out or --export-hf, name a file that checkpoints do not have"),
-    ("--export-hf {0}/hf --out {0}/out",
+    ("--metrics {0}/out/latest --checkpoint-dir {0}/out",
+     "--metrics {0}/out/latest: is the folder of --checkpoint-dir or --export-hf, name a file that checkpoints do not "
+     "have"),
+    ("--export-hf {0}/hf --checkpoint-dir {0}/out",
      "--export-hf {0}/hf: has config.json, which is no file, name another folder"),
     ("--metrics {0}/loop", "{0}/loop: Too many levels of symbolic links")], ids=["access", "latest", "export", "loop"])
 def test_a_path_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, flags, says):
@@ -361,11 +364,11 @@ def test_under_torchrun_rank_0_says_it_once_and_torchrun_repeats_it():
 
 def test_flags_can_be_written_in_every_way(tmp_path):
     file = tmp_path / "run.args"
-    file.write_text("\ufeff--seq 64   # tokens\n--doc_mask\n\n# more\n--betas 0.8,0.9")
-    for line in ("--global-batch 32 --seq 64", "--global_batch 32 --seq=64", "--global_batch=32 @" + str(file)):
+    file.write_text("\ufeff--seq-len 64   # tokens\n--mask_documents\n\n# more\n--betas 0.8,0.9")
+    for line in ("--global-batch 32 --seq-len 64", "--global_batch 32 --seq-len=64", "--global_batch=32 @" + str(file)):
         parsed = rules.parse(line.split(), 2)
-        assert (parsed.batch.global_batch, parsed.batch.seq, parsed.batch.micro_batch) == (32, 64, 16)
-    assert parsed.data.doc_mask and parsed.optim.betas == (0.8, 0.9)
+        assert (parsed.batch.global_batch, parsed.batch.seq_len, parsed.batch.micro_batch) == (32, 64, 16)
+    assert parsed.data.mask_documents and parsed.optim.betas == (0.8, 0.9)
     assert rules.parse(["--metrics=my_run.jsonl"]).run.metrics == "my_run.jsonl"
 
 
@@ -373,9 +376,9 @@ def test_a_preset_fills_the_model_and_any_field_overrides_it():
     """Experts are balanced as in DeepSeek-V3's report, section 4.2: update speed 0.001, balance factor 0.0001."""
     model = rules.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
     assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)
-    for flags, bias_rate in ("", 0.001), (" --bias-rate 0", 0):
+    for flags, router_bias_rate in ("", 0.001), (" --router-bias-rate 0", 0):
         optim = rules.parse(f"--preset deepseek-v3{flags}".split()).optim
-        assert (optim.bias_rate, optim.aux_loss, optim.aux_over) == (bias_rate, 0.0001, "sequence")
+        assert (optim.router_bias_rate, optim.aux_loss, optim.aux_over) == (router_bias_rate, 0.0001, "sequence")
 
 
 def test_choices_left_open_are_made():
@@ -398,7 +401,8 @@ def test_torchrun_lets_every_flag_through_and_help_shows_it_with_its_default():
         assert get_args_parser().parse_args(arguments).training_script_args == arguments[1:]
         assert re.search(config.flag(name) + "[ ,]", text)
     helps = {action.dest: action.help for action in config.make_parser()._actions}
-    for name, end in dict(layers=" [4]", sp=" [on]", tied=" [off]", betas=" [0.9,0.95]", out="all ranks share").items():
+    for name, end in dict(layers=" [4]", sp=" [on]", tied=" [off]", betas=" [0.9,0.95]",
+                          checkpoint_dir="all ranks share").items():
         assert helps[name].endswith(end), name
 
 
@@ -429,8 +433,8 @@ def command_line(monkeypatch, ranks: int, line: str | list[str], **environment: 
     (8, "", (2, 2, 2)), (4, "", (2, 2, 1)), (2, "", (2, 1, 1)), (6, "--global-batch 12", (6, 1, 1)),
     (8, "--steps 3", (2, 2, 2)),
     (8, "--dp 8", (8, 1, 1)), (8, "--tp 4", (2, 4, 1)), (8, "--zero 3", (8, 1, 1)), (8, "--layers 3", (8, 1, 1)),
-    (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq 255 --micro-batch 1", (4, 1, 1)),
-    (8, "--resume auto --out no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
+    (8, "--preset smollm-135m", (8, 1, 1)), (4, "--seq-len 255 --micro-batch 1", (4, 1, 1)),
+    (8, "--resume auto --checkpoint-dir no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
     monkeypatch.setattr(cli.huggingface, "read_config", lambda folder: dict(layers=4))
     monkeypatch.setattr(cli.huggingface, "check_weights", lambda *_: None)
@@ -448,7 +452,7 @@ def test_with_a_gpu_for_each_rank_the_model_is_not_a_toy(monkeypatch, tmp_path, 
         (tmp_path / str(number)).mkdir()
     monkeypatch.setattr(cli, "GPUS", str(tmp_path))
     settings = command_line(monkeypatch, 8, line, LOCAL_WORLD_SIZE="8", **visible)
-    assert settings.model.hidden == hidden and (settings.batch.seq == 2048) == (hidden == 1024)
+    assert settings.model.hidden == hidden and (settings.batch.seq_len == 2048) == (hidden == 1024)
 
 
 @pytest.mark.parametrize("local_rank, said", [("0", "train.py: wrong\n"), ("1", "")])

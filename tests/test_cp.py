@@ -133,7 +133,7 @@ def test_pieces_of_a_document_are_dealt_zig_zag(c, ranks):
 
 def test_a_run_splits_the_documents_that_it_reads():
     """Among 2 neighbourhoods of 2 ranks."""
-    settings = rules.parse("--cp 4 --cp-style ring --cp-ulysses 2 --cp-zigzag document --doc-mask".split(), 4)
+    settings = rules.parse("--cp 4 --cp-style ring --cp-ulysses 2 --cp-zigzag document --mask-documents".split(), 4)
     documents = packed(2, 64, 10, seed=0)
     batch = MicroBatch(documents * 100, documents * 100 + 1, places_in_documents(documents), documents)
     samples = SimpleNamespace(step=lambda *arguments: [batch])

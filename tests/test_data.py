@@ -144,7 +144,7 @@ def test_what_cannot_be_one_corpus_is_refused(tmp_path, monkeypatch):
             ([other], 300, {}, f"^{other}: separates documents by token 50256, outside of 0..299")):
         with pytest.raises(ValueError, match=says):
             Corpus([*map(str, paths)], vocab, **rest)
-    with pytest.raises(ValueError, match="holds 6 tokens: fewer than one sample of --seq 6"):
+    with pytest.raises(ValueError, match="holds 6 tokens: fewer than one sample of --seq-len 6"):
         Samples(Corpus([str(text)], 300), 6, 0)
     assert Samples(Corpus([str(text)], 300), 5, 0).micro_batch([0, 1]).labels.tolist() == [[*b"hello"]] * 2
     monkeypatch.setattr(os, "access", lambda folder, mode: folder != none)
@@ -212,14 +212,14 @@ def test_documents_and_positions_begin_anew_at_every_separator(tmp_path):
     for separator, documents, positions in (
             (9, [[1, 1, 1, 2, 2], [1, 2, 2, 2, 2]], [[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]),
             (3, [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]], [[0, 1, 2, 3, 0], [0, 1, 2, 3, 4]])):
-        batch = Samples(Corpus([file], 10, separator=separator), 5, None, doc_mask=True).micro_batch([0, 1])
+        batch = Samples(Corpus([file], 10, separator=separator), 5, None, mask_documents=True).micro_batch([0, 1])
         assert batch.documents.tolist() == documents and batch.positions.tolist() == positions
     assert batch.documents.dtype == torch.int32  # as flash.py reads them: no layer converts them
 
 
 def test_validation_data_are_of_the_kind_of_the_training_data_and_read_end_to_end_whatever_its_weights(tmp_path):
     low, high = (token_file(tmp_path / f"{first}.bin", range(first, first + 40)) for first in (0, 100))
-    flags = "--vocab 300 --seq 8 --global-batch 2 --data"
+    flags = "--vocab 300 --seq-len 8 --global-batch 2 --data"
     for given, validated in (__file__, low), (low, __file__):
         with pytest.raises(ValueError, match="^--val-data: is text and --data token files, or the other way round"):
             run(f"{flags} {given} --val-data {validated}")
@@ -239,8 +239,8 @@ def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
     """Of the token that is predicted, not of the one that it is predicted from; also across files."""
     files = [masked_file(tmp_path / "a.bin", range(10, 17), [1, 0, 0, 1, 1, 0, 0]),
              masked_file(tmp_path / "b.npy", range(17, 23), [1, 1, 0, 1, 0, 0], "npy")]
-    for doc_mask in (False, True):
-        samples = Samples(Corpus(files, 30), 4, None, doc_mask)
+    for mask_documents in (False, True):
+        samples = Samples(Corpus(files, 30), 4, None, mask_documents)
         batch = samples.micro_batch([0, 1, 2])
         assert batch.tokens.flatten().tolist() == list(range(10, 22))
         assert batch.labels.tolist() == [[-100, -100, 13, 14], [-100, -100, 17, 18], [-100, 20, -100, -100]]
@@ -305,7 +305,7 @@ def test_masks_and_weights_are_part_of_what_data_are_known_by(tmp_path):
     assert Samples(Corpus(paths, 30), 4, 0).identity() == known[0]
     np.array([*mask[:-1], 1], np.uint8).tofile(tmp_path / "c" / "c.mask")
     assert Samples(Corpus(paths, 30), 4, 0).identity()["hash"] != known[0]["hash"]
-    with pytest.raises(ValueError, match=rf"^{files[2]} holds 20 tokens: fewer than one sample of --seq 30 \+ 1"):
+    with pytest.raises(ValueError, match=rf"^{files[2]} holds 20 tokens: fewer than one sample of --seq-len 30 \+ 1"):
         Samples(Corpus([paths[0], files[2]], 30, weights=(1, 1)), 30, 0)
 
 
@@ -378,20 +378,20 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
 def test_a_prompt_of_which_nothing_stays_is_refused(tmp_path):
     tokenizer = tokenizers.Tokenizer.from_file(tokenizer_of(tmp_path / "tokenizer.json", "b", "a", "?"))
     assert data.Codec(7, tokenizer).prompt("a") == [7, 1] and data.Codec(None, tokenizer).prompt("a") == [1]
-    with pytest.raises(ValueError, match="^--sample ' ': the tokenizer has no token for it$"):
+    with pytest.raises(ValueError, match="^--sample-prompt ' ': the tokenizer has no token for it$"):
         data.Codec(None, tokenizer).prompt(" ")
     tokenizer.model = tokenizers.models.WordLevel({"a": 1})  # which has no token for other words
-    with pytest.raises(ValueError, match="^--sample 'b': the tokenizer cannot read it: .* Missing .UNK."):
+    with pytest.raises(ValueError, match="^--sample-prompt 'b': the tokenizer cannot read it: .* Missing .UNK."):
         data.Codec(None, tokenizer).prompt("b")
 
 
-@pytest.mark.parametrize("name", ["out", "metrics", "export-hf", "profile", "memory-snapshot"])
+@pytest.mark.parametrize("name", ["checkpoint-dir", "metrics", "export-hf", "profile", "memory-snapshot"])
 def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
     """It would be text of the resumed run. Of folders with token files these alone are read, hidden files never."""
     (tmp_path / "a.txt").write_text("text" * 99)
 
     def opened(where: str) -> Samples:
-        settings = rules.parse([f"--{name}", f"{tmp_path}/{where}", "--seq", "8"])
+        settings = rules.parse([f"--{name}", f"{tmp_path}/{where}", "--seq-len", "8"])
         return data.open_samples(settings, [str(tmp_path)], 0)
     for where in "sub/x", "":
         with pytest.raises(ValueError, match=f"^--{name} {tmp_path / where}: is in {tmp_path}, whose text it would ch"):

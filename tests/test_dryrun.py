@@ -25,9 +25,10 @@ from run import device, dryrun
 from run.meter import Meter
 from schedules import SCHEDULES, Action
 
-BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq 32 --global-batch 16 --micro-batch 1 "
+BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq-len 32 --global-batch 16 "
+        "--micro-batch 1 "
         "--dtype fp32")
-MOE = "--experts 8 --top-k 2 --expert-ffn 48 --global-batch 16 --micro-batch 2 --seq 56 "  # multiples of 28 pairs
+MOE = "--experts 8 --top-k 2 --expert-ffn 48 --global-batch 16 --micro-batch 2 --seq-len 56 "  # multiples of 28 pairs
 GRIDS = [  # 8 ranks each, of every axis
     "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0 --layers 2",
     "--dp 2 --tp 2 --pp 2 --zero 1 --schedule zb-v --layers 5",
@@ -39,16 +40,17 @@ SLOW_GRIDS = [
     "--tp 8 --sp off --recompute full --global-batch 4", "--dp 8 --zero 1 --dtype fp16 --tied --global-batch 16",
     "--dp 8 --zero 2 --optimizer sgd --global-batch 32", "--tp 4 --dp 2 --sp async --zero 1 --qkv-bias",
     "--cp 2 --dp 4 --cp-style ulysses --qk-norm --attention math",
-    "--pp 8 --layers 9 --schedule 1f1b --tied --global-batch 16", "--cp 2 --dp 2 --pp 2 --window 12 --window-every 2",
+    "--pp 8 --layers 9 --schedule 1f1b --tied --global-batch 16", "--cp 2 --dp 2 --pp 2 --window 12 "
+                                                                  "--full-attention-every 2",
     "--cp 4 --cp-style ring --cp-ulysses 2 --tp 2 --attention math --global-batch 4",
     "--dp 8 --zero 3 --dp-replicate 2 --dtype bf16 --global-batch 16",
     MOE + "--cp 4 --dp 2 --ep 8 --router-z-loss 0.001 --aux-over micro-batch",
     "--pp 2 --dp 4 --schedule zb-h1 --zero 3 --recompute full --global-batch 16",
     "--pp 2 --tp 4 --schedule dualpipev --layers 6",
     MOE + "--dp 4 --pp 2 --ep 4 --zero 2 --schedule zb-h1 --dtype bf16 --expert-ffn 64",
-    MOE + "--dp 8 --ep 2 --zero 3 --recompute full --router sigmoid --bias-rate 0.001",
+    MOE + "--dp 8 --ep 2 --zero 3 --recompute full --router sigmoid --router-bias-rate 0.001",
     MOE + "--tp 2 --pp 2 --dp 2 --ep 2 --schedule zb-v --zero 1 --recompute selective --dense-layers 1",
-    "--dp 2 --tp 2 --pp 2 --hidden 128 --ffn 256 --fp8 blockwise --dtype bf16 --seq 128 --head-dim 32 --kv-heads 8 "
+    "--dp 2 --tp 2 --pp 2 --hidden 128 --ffn 256 --fp8 blockwise --dtype bf16 --seq-len 128 --head-dim 32 --kv-heads 8 "
     "--recompute selective",
     f"--dp 2 --cp 2 --tp 2 --zero 2 --recompute selective {pairs.LATENT}",
 ]
@@ -211,21 +213,21 @@ def test_the_page_is_what_was_found():
 def test_llama_405b_on_16384_ranks_takes_less_than_a_minute(capsys):
     began = time.process_time()
     train.main(rules.parse("--dry-run 16383/16384 --preset llama-3.1-405b --tp 8 --cp 16 --pp 16 --dp 8 --zero 1 "
-                            "--seq 131072 --global-batch 128 --micro-batch 1".split()))
+                            "--seq-len 131072 --global-batch 128 --micro-batch 1".split()))
     assert time.process_time() - began < 60
     assert "dry run rank 16383 of 16,384 (pp 15 of 16" in capsys.readouterr().out
 
 
 # ---- the formulas beside it -----------------------------------------------------------------------------------------
 
-SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000 --seq 512 --global-batch 8 "
+SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000 --seq-len 512 --global-batch 8 "
         "--micro-batch 1 --dtype bf16 ")
 SIZE_MOE = SIZE + "--experts 8 --expert-ffn 512 "
 LATENT_SIZE = "--kv-heads 8 --head-dim 96 --kv-lora-rank 128 --q-lora-rank 192 --rope-head-dim 32 --v-head-dim 64 "
 PLANNED = [  # (flags, pipeline rank, of 8 ranks)
     (SIZE + "--dp 8 --zero 3 --fp8 blockwise", 0), (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
     (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1", 0),
-    (SIZE + "--dp 8 --zero 0 --reduce-dtype bf16 --seq 64", 0),
+    (SIZE + "--dp 8 --zero 0 --reduce-dtype bf16 --seq-len 64", 0),
     (SIZE + "--pp 4 --dp 2 --schedule zb-h1 --zero 1 --recompute full", 3),
     (SIZE + "--mtp --pp 2 --dp 4 --zero 1 --schedule afab", 1),
     (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0), (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --optimizer muon", 0),
@@ -244,14 +246,14 @@ PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
 PLANNED_SLOW += [(f"{SIZE_MOE}{axes} --zero {zero}", rank) for axes, rank in (("--dp 8 --ep 8", 0),
                  ("--pp 2 --dp 4 --ep 4", 0), ("--pp 2 --dp 4 --ep 4", 1)) for zero in range(4)]
 PLANNED_SLOW += [(f"{SIZE}{flags}", 0) for flags in (
-    "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments bf16", "--dp 8 --zero 1 --optimizer sgd",
+    "--dp 8 --tied --dtype fp32", "--pp 2 --dp 4 --dtype fp32 --moments-dtype bf16", "--dp 8 --zero 1 --optimizer sgd",
     "--tp 2 --dp 4 --fp8 tensorwise --zero 1", "--cp 8 --cp-style ring --cp-ulysses 2 --zero 1",
     "--tp 8 --sp async --recompute full", "--dp 8 --attention math", "--dp 8 --zero 3 --optimizer muon",
     "--dp 2 --tp 4 --zero 2 --optimizer muon --bucket-mb 8", "--mtp --dp 8 --zero 3", "--mtp --pp 2 --dp 4 --zero 2",
-    "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq 64",
-    "--dp 8 --zero 3 --reduce-dtype bf16 --seq 64 --global-batch 32",
+    "--pp 2 --dp 4 --zero 2 --reduce-dtype bf16 --seq-len 64",
+    "--dp 8 --zero 3 --reduce-dtype bf16 --seq-len 64 --global-batch 32",
     f"{LATENT_SIZE}--dp 2 --cp 2 --tp 2 --zero 2 --recompute selective")]
-PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq 64", 0) for zero in (0, 1)]
+PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq-len 64", 0) for zero in (0, 1)]
 
 
 @pytest.mark.parametrize("flags, rank", [

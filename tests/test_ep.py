@@ -38,7 +38,7 @@ def make_layer(flags: str, group, dtype=torch.float64) -> MixtureOfExperts:
     """Expert 2 is chosen by nobody (feature 0 is always 1), and tokens of the second sequence all by expert 5."""
     settings = rules.parse(flags.split())
     optim, groups = settings.optim, {"ep": group, "edp": ALONE}
-    balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.bias_rate)
+    balance = ep.Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.router_bias_rate)
     layer = MixtureOfExperts(0, settings.model, partial(parameter, groups=groups, dtype=dtype), groups, balance)
     for weight in layer.parameters():
         weight.data = (10 * draw(0)(weight.spec, weight.box).double()).to(dtype)
@@ -274,7 +274,7 @@ def test_grouped_mm_is_not_given_rows_that_begin_between_multiples_of_16_bytes()
 
 # ---- choosing again, and not at all ---------------------------------------------------------------------------------
 
-SMALL = MIXTRAL + " --global-batch 8 --seq 12"
+SMALL = MIXTRAL + " --global-batch 8 --seq-len 12"
 
 
 def random_choices(recompute: str) -> tuple[list[tuple], list[torch.Tensor]]:
@@ -304,7 +304,7 @@ def test_a_layer_that_runs_again_does_not_choose_again(pool):
 
 def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped():
     model, weight = config.Model(experts=4, top_k=1), torch.nn.Parameter(torch.eye(4))
-    router = ep.Router("r", weight, model, ep.Balance(bias_rate=0.25))
+    router = ep.Router("r", weight, model, ep.Balance(router_bias_rate=0.25))
     for apply, want in ((True, [-0.25, 0.25, 0.25, 0.0]), (False, [-0.25, 0.25, 0.25, 0.0])):
         router.load.copy_(torch.tensor([9, 1, 2, 4]))
         worst, _ = ep.update_biases([router], (), torch.tensor(apply))
@@ -326,7 +326,7 @@ def test_the_losses_carry_the_scale_of_fp16():
 
 
 def test_evaluation_counts_nothing():
-    groups, model, _, share = grids.ready(f"{SMALL} --bias-rate 0.1")
+    groups, model, _, share = grids.ready(f"{SMALL} --router-bias-rate 0.1")
     job.mean_loss(model, [share], groups)
     assert not any(router.load.any() for router in model.routers)
 

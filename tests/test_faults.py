@@ -33,7 +33,8 @@ from run import checkpoint, cli, faults, job, ranks
 from run.ranks import Call, meet
 
 ROOT = Path(__file__).parent.parent
-SMALL = (f"--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --warmup 2 --global-batch 12 --sample= --dtype fp64 "
+SMALL = ("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq-len 16 --warmup 2 --global-batch 12 --sample-prompt= "
+         "--dtype fp64 "
          f"--data {ROOT}/train.py")
 
 
@@ -74,7 +75,7 @@ def spoil(state: job.RunState, steps: list[int], factor: float):
 
 
 def assert_as_undisturbed(pool, folder: Path, ranks: int, flags: str = "--steps 12") -> None:
-    """The run in this folder, with --out out and --metrics m, has taken the steps of one without a fault."""
+    """The run in this folder, with --checkpoint-dir out and --metrics m, has taken the steps of one without a fault."""
     pool.run(ranks, "test_faults:run", flags=f"{flags} --metrics {folder}/straight")
     assert losses(folder / "m") == losses(folder / "straight")
     checkpoint.verify(folder / "out" / f"step-{len(losses(folder / 'm')):06d}")
@@ -84,16 +85,17 @@ def assert_as_undisturbed(pool, folder: Path, ranks: int, flags: str = "--steps 
 # ---- stopping -------------------------------------------------------------------------------------------------------
 
 def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path):
-    flags = f"--steps 6 --tp 2 --metrics {tmp_path}/m --out {tmp_path}/out"
+    flags = f"--steps 6 --tp 2 --metrics {tmp_path}/m --checkpoint-dir {tmp_path}/out"
     said = pool.run(2, "test_faults:run", flags=flags, rank=1, stop_at=2)[0]
-    assert f"3 of 6 steps, as asked (on another rank): continue with --out {tmp_path}/out --resume auto\n" in said
+    assert (f"3 of 6 steps, as asked (on another rank): continue with --checkpoint-dir {tmp_path}/out --resume auto\n"
+            in said)
     assert len(metrics(tmp_path / "m")) == 3
     pool.run(2, "test_faults:run", flags=f"{flags} --resume auto")
     assert_as_undisturbed(pool, tmp_path, 2, "--steps 6 --tp 2")
 
 
 def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
-    flags = f"--steps 6 --val-data {ROOT}/pp.py --eval-every 2 --out {tmp_path}/out --metrics {tmp_path}/m"
+    flags = f"--steps 6 --val-data {ROOT}/pp.py --eval-every 2 --checkpoint-dir {tmp_path}/out --metrics {tmp_path}/m"
     said = pool.run(2, "test_faults:run", flags=flags, rank=1, stop_at="evaluating after step 1")[0]
     assert "ended after 2 of 6" in said and metrics(tmp_path / "m")[1]["val_loss"] is None
     assert (tmp_path / "out" / "step-000002" / "run.json").exists()
@@ -102,7 +104,7 @@ def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
 
 def test_a_time_limit_ends_a_run_which_without_out_saves_nothing():
     said = run("--steps 500 --time-limit 1e-9")
-    assert "ended after 1 of 500 steps, as asked (--time-limit): nothing is saved: there is no --out" in said
+    assert "ended after 1 of 500 steps, as asked (--time-limit): nothing is saved: there is no --checkpoint-dir" in said
 
 
 def test_signals_within_a_second_of_the_first_are_one_request_however_many(monkeypatch, capfd):
@@ -165,15 +167,15 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     with pytest.raises(faults.Failure, match="were skipped: lower --lr.*, with --rewind\n"):  # it has gone back twice
         run("--steps 20 --max-skipped 3", (5, 6, 7), state=job.RunState(rewinds=2))
     with pytest.raises(faults.Failure, match="with --rewind 3\n"):
-        run(f"--steps 20 --max-skipped 3 --rewind 2 --save-every 9 --out {tmp_path}", (5, 6, 7),
+        run(f"--steps 20 --max-skipped 3 --rewind 2 --save-every 9 --checkpoint-dir {tmp_path}", (5, 6, 7),
             state=job.RunState(rewinds=2))
     with pytest.raises(faults.Failure, match="^3 steps in a row, from step 5 on, were skipped, and there is no check"):
-        run(f"--steps 9 --max-skipped 3 --rewind 1 --save-every 8 --out {tmp_path}/later", (5, 6, 7))
+        run(f"--steps 9 --max-skipped 3 --rewind 1 --save-every 8 --checkpoint-dir {tmp_path}/later", (5, 6, 7))
     assert "ended after 8 of 20 steps, as asked" in run("--steps 20 --max-skipped 3", (5, 6, 7), stop_at=7)
 
 
 def test_a_run_that_skips_all_its_steps_fails_and_exports_nothing(tmp_path):
-    flags = f"--steps 3 --dtype fp32 --out {tmp_path}/out --export-hf {tmp_path}/hf"
+    flags = f"--steps 3 --dtype fp32 --checkpoint-dir {tmp_path}/out --export-hf {tmp_path}/hf"
     with pytest.raises(faults.Failure, match="^all 3 steps were skipped, so the weights are those of the beginning"):
         run(flags, (0, 1, 2))
     assert not (tmp_path / "hf").exists()
@@ -189,7 +191,7 @@ def test_a_run_that_skips_all_its_steps_fails_and_exports_nothing(tmp_path):
 def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, most, every, left_out, folders):
     """It ends as a run does that never reads those samples. Read late, a step is under way that nobody will read. The
     checkpoint may be that of just before the first step that was skipped."""
-    flags, times = f"--steps 12 --save-every {every} --keep 0 --out {tmp_path}", len(left_out)
+    flags, times = f"--steps 12 --save-every {every} --keep-checkpoints 0 --checkpoint-dir {tmp_path}", len(left_out)
     said = pool.run(2, "test_faults:run", spoiled=times * (5, 6, 7), late=late,
                     flags=f"{flags}/out --max-skipped {most} --rewind {times} --metrics {tmp_path}/m")[0]
     assert said.count(f"{most} steps in a row, from step 5 on, were skipped: went back to") == times
@@ -205,7 +207,7 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, 
 
 
 def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved(tmp_path):
-    for flags, late, steps in ((f"--save-every 2 --out {tmp_path}/out", False, [1, 3, 5]), ("", False, [3]),
+    for flags, late, steps in ((f"--save-every 2 --checkpoint-dir {tmp_path}/out", False, [1, 3, 5]), ("", False, [3]),
                                ("", True, [3])):
         run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/m {flags}", late=late)
         assert [line["step"] for line in metrics(tmp_path / "m") if "check_replicas_s" in line] == steps
@@ -240,7 +242,7 @@ def compare_after_a_flip(flags: str, rank: int, what: str) -> None:
     (3, "--dtype fp32", "v", 2, "/v: rank 2 has different values from 0, 1 (axis dp)"),
     (3, "--dtype bf16 --zero 2", "weights", 0, ": rank 0 has different values from 1, 2 ("),
     (4, "--dtype fp32 --zero 3 --dp-replicate 2", "m", 3, "/m: ranks 1, 3 have different values (axis replicate)"),
-    (4, "--dtype fp32 --zero 1 --dp-replicate 2 --experts 2 --bias-rate 0.01", "bias", 3,
+    (4, "--dtype fp32 --zero 1 --dp-replicate 2 --experts 2 --router-bias-rate 0.01", "bias", 3,
      ": rank 3 has different values from 0, 1, 2 (axis data)"),
     (2, "--dtype fp32 --tp 2", "steps", 1, "steps: ranks 0, 1 have different values (axis world)"),
 ])
@@ -541,7 +543,7 @@ def left_over(folder: Path, within_s: float = 0) -> list[str]:
         time.sleep(0.5)
 
 
-TWELVE = "--steps 12 --out {0}/out --save-every 2 --timeout 60 --metrics {0}/m --resume auto"
+TWELVE = "--steps 12 --checkpoint-dir {0}/out --save-every 2 --timeout 60 --metrics {0}/m --resume auto"
 NODES = "--nnodes {count} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id faults"
 
 
@@ -567,8 +569,8 @@ def test_one_line_says_how_a_rank_has_failed_and_nothing_is_lost(pool, tmp_path,
 def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
     """It is restarted, and nothing but the steps since the last checkpoint is lost."""
     step = {"before": 0, "loading": 0, "evaluation": 5, "sampling": 11, "exit": 11}.get(where, 7)
-    flags = (f"--steps 12 --out {tmp_path}/out --save-every 5 --metrics {tmp_path}/m --resume auto "
-             f"--val-data {ROOT}/pp.py --eval-every 6 --sample def")
+    flags = (f"--steps 12 --checkpoint-dir {tmp_path}/out --save-every 5 --metrics {tmp_path}/m --resume auto "
+             f"--val-data {ROOT}/pp.py --eval-every 6 --sample-prompt def")
     number = 0 if where in ("writing", "commit", "sampling") else 1
     process = launch(2, "kill", number, step, where, flags, restarts=3)
     out, err = finished(process)
@@ -585,7 +587,7 @@ def test_a_rank_may_be_killed_anywhere(pool, tmp_path, where):
 def test_all_ranks_save_and_end_when_one_is_asked_to(tmp_path, fault, where):
     """By its own SIGTERM or SIGINT, by torchrun's SIGTERM, or because torchrun was killed."""
     step = dict(loading=0, evaluation=4).get(where, 7)
-    flags = f"--steps 4000 --out {tmp_path}/out --save-every 5 --val-data {ROOT}/pp.py --eval-every 4"
+    flags = f"--steps 4000 --checkpoint-dir {tmp_path}/out --save-every 5 --val-data {ROOT}/pp.py --eval-every 4"
     process, began = launch(2, fault, 0, step, where, flags), time.monotonic()
     out, err = finished(process)
     assert time.time() - float(out.split("fault at ")[1].split("\n")[0]) < 20
@@ -642,7 +644,8 @@ def test_a_torchrun_that_has_lost_another_machine_goes_on_with_fewer_ranks(pool,
 @pytest.mark.parametrize("ranks, where, flags, says", [
     (2, "forward", "--steps 4000", "rank 0 failed in step 3: all_reduce, call "),
     (3, "forward", "--steps 4000 --pp 3 --layers 3 --micro-batch 4", "rank [02] failed in step 3: "),
-    (2, "export", "--steps 4 --out {0}/out --export-hf {0}/hf", "rank 0 failed exporting: all_gather_object, call ")])
+    (2, "export", "--steps 4 --checkpoint-dir {0}/out --export-hf {0}/hf", "rank 0 failed exporting: "
+                                                                           "all_gather_object, call ")])
 def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path, fault, ranks, where, flags, says):
     process = launch(ranks, fault, 1, 3, where, f"--timeout 20 --metrics {tmp_path}/m {flags.format(tmp_path)}")
     began = time.monotonic()
@@ -679,7 +682,7 @@ def test_a_save_that_fails_is_a_warning_and_the_last_whole_checkpoint_stays(tmp_
     try:
         with (pytest.raises(faults.Failure, match="the checkpoint of step 6 could not be saved") as error,
               in_order((train, "forward_backward", lambda *_: state.step == 3 and fault(folder)))):
-            run(f"--steps 6 --out {folder} --save-every 1 --export-hf {tmp_path}/hf", state=state)
+            run(f"--steps 6 --checkpoint-dir {folder} --save-every 1 --export-hf {tmp_path}/hf", state=state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "hf").exists()
@@ -715,10 +718,11 @@ def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path):
     hit, steps = [draw.randrange(4) for _ in range(count)], range(2, 2 + 2 * count, 2)
     flags = f"--steps {4 + 2 * count} --save-every 1 --timeout 15 --metrics {tmp_path}/m"
     process = launch(4, *(",".join(map(str, each)) for each in (kinds, hit, steps, places)),
-                     f"{flags} --out {tmp_path}/out --resume auto", restarts=count)
+                     f"{flags} --checkpoint-dir {tmp_path}/out --resume auto", restarts=count)
     out, err = finished(process, timeout_s=1200)
     assert process.returncode == 0 and out.count("fault at") == count, err
-    pool.run(4, "test_faults:run", flags=f"{flags} --out {tmp_path}/straight --metrics {tmp_path}/straight.jsonl")
+    pool.run(4, "test_faults:run", flags=f"{flags} --checkpoint-dir {tmp_path}/straight --metrics "
+                                         f"{tmp_path}/straight.jsonl")
     want, got = (tensors(cli.checkpoints_in(tmp_path / name)[0]) for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     assert losses(tmp_path / "m") == losses(tmp_path / "straight.jsonl") and left_over(tmp_path) == []

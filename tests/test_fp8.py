@@ -261,7 +261,8 @@ def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, seque
 # ---- models on grids ------------------------------------------------------------------------------------------------
 
 MODEL = ("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --head-dim 128 --ffn 256 --vocab 97 --dtype fp64 --steps 2 "
-         "--warmup 0 --lr-schedule constant --lr 0.01 --optimizer sgd --clip 0 --sample= --data " + __file__)
+         "--warmup 0 --lr-schedule constant --lr 0.01 --optimizer sgd --grad-clip 0 --sample-prompt= "
+         "--data " + __file__)
 MOE = "--experts 4 --top-k 2 --expert-ffn 128 --aux-loss 0.1"
 STEPS = 2
 
@@ -284,12 +285,12 @@ def truth(flags: str, name: str) -> tuple[list[float], list[dict]]:
     return result["loss"], [grids.whole([grads]) for grads in result["grads"]]
 
 
-ONE = "--global-batch 2 --micro-batch 1 --seq 256"
-LONG = "--global-batch 2 --micro-batch 1 --seq 512"
-SHORT = "--global-batch 2 --micro-batch 1 --seq 64"  # no rank has a whole block of tokens
+ONE = "--global-batch 2 --micro-batch 1 --seq-len 256"
+LONG = "--global-batch 2 --micro-batch 1 --seq-len 512"
+SHORT = "--global-batch 2 --micro-batch 1 --seq-len 64"  # no rank has a whole block of tokens
 GRIDS = [
     *((name, 2, *grid) for name in FP8_RECIPES for grid in (
-        (f"{ONE} {MOE}", "--tp 2 --ep 2"), ("--global-batch 2 --micro-batch 1 --seq 192", "--tp 2"))),
+        (f"{ONE} {MOE}", "--tp 2 --ep 2"), ("--global-batch 2 --micro-batch 1 --seq-len 192", "--tp 2"))),
     ("tensorwise", 2, SHORT, "--cp 2"), ("tensorwise", 2, f"{SHORT} {MOE}", "--tp 2"),
     *slow(*((name, *grid) for name in FP8_RECIPES for grid in (
         (2, ONE, "--tp 2"), (2, ONE, "--tp 2 --sp off --recompute selective"), (2, ONE, "--zero 3 --recompute full"),
@@ -372,7 +373,7 @@ def test_what_waits_for_a_weight_gradient_is_the_input_and_the_results_gradient(
 def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts, seq):
     """In fp32: storages that live until the loss is gone, and with it the graph. Each expert's columns are padded to
     whole blocks of tokens, which matters less the more tokens there are."""
-    flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} --seq {seq} {experts} --recompute {mode} --fp8 {name}"
+    flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} --seq-len {seq} {experts} --recompute {mode} --fp8 {name}"
     settings = rules.parse(flags.split())
     _, model, _ = grids.build(settings)
     window, meter = torch.randint(97, (1, seq + 1)), Meter()
@@ -390,7 +391,7 @@ def test_a_parameter_has_the_bytes_of_the_table():
     flags = MODEL.replace("--dtype fp64", "--dtype bf16").replace("--optimizer sgd", "")
     for moments, total in ("auto", 20), ("bf16", 16):
         for name in FP8_RECIPES:
-            settings = rules.parse(f"{flags} {ONE} --fp8 {name} --moments {moments} --layers 1".split())
+            settings = rules.parse(f"{flags} {ONE} --fp8 {name} --moments-dtype {moments} --layers 1".split())
             meter = Meter()
             with meter:
                 groups, model, optimizer = grids.build(settings)
@@ -618,7 +619,7 @@ def test_text_is_sampled_without_fp8():
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
-TRAINED = ("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq 128 --global-batch 4 --steps 2000 "
+TRAINED = ("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq-len 128 --global-batch 4 --steps 2000 "
            "--lr 5e-4 --dtype bf16")
 RUNS = [(name, seed) for seed in (0, 1) for name in ("bf16", *FP8_RECIPES)] + [("unscaled", 0)]
 

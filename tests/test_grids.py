@@ -23,80 +23,83 @@ GRIDS = [
     (1, "--micro-batch 3 --tied"),
     (2, "--micro-batch 6"),
     (2, "--micro-batch 6 --tied --bucket-mb 0.05"),
-    (2, "--micro-batch 6 --attention math --clip 0"),
+    (2, "--micro-batch 6 --attention math --grad-clip 0"),
     (2, "--micro-batch 6 --zero 1"),
     (2, "--micro-batch 6 --zero 2"),
     (3, "--micro-batch 4 --zero 1 --bucket-mb 0.05"),
     (4, "--micro-batch 3 --zero 1 --dp-replicate 2"),
     (4, "--micro-batch 3 --zero 2 --dp-replicate 2"),
     (4, "--micro-batch 6 --pp 2 --zero 3 --schedule dualpipev --layers 4 --tied"),  # stages that share gathered weights
-    (2, f"--global-batch 12 --micro-batch 3 {MIXTRAL} --tp 2 --sp off --ep 2 --seq 21"),  # 63 tokens on 2 ranks
+    (2, f"--global-batch 12 --micro-batch 3 {MIXTRAL} --tp 2 --sp off --ep 2 --seq-len 21"),  # 63 tokens on 2 ranks
     (2, "--micro-batch 12 --tp 2"),
     (2, "--micro-batch 12 --tp 2 --sp off --tied"),
     (2, "--micro-batch 12 --tp 2 --qk-norm --qkv-bias --recompute selective --z-loss 0.01"),
     (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57"),
     (4, "--micro-batch 24 --tp 4 --kv-heads 2"),
     (2, "--micro-batch 12 --cp 2"),
-    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23"),
+    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq-len 23"),
     (3, "--micro-batch 16 --cp 3 --cp-style ulysses --heads 6 --kv-heads 2 --recompute selective"),
     (2, "--micro-batch 12 --pp 2"),
     (2, "--micro-batch 6 --pp 2 --schedule afab --tied"),
-    (2, "--micro-batch 6 --pp 2 --schedule interleaved --layers 7 --chunks 3 --recompute full"),
+    (2, "--micro-batch 6 --pp 2 --schedule interleaved --layers 7 --virtual-stages 3 --recompute full"),
     (3, "--micro-batch 24 --pp 3 --tied"),
     (3, "--micro-batch 8 --pp 3 --schedule zb-v --layers 6 --tied --recompute full"),
     (1, f"--micro-batch 8 {MIXTRAL}"),
     (1, f"--micro-batch 6 {DEEPSEEK} --recompute selective"),
-    (1, "--micro-batch 8 --mtp --mtp-weight 0.1 --z-loss 0.01 --doc-mask"),
-    (2, "--micro-batch 12 --mtp --cp 2 --seq 21"),
+    (1, "--micro-batch 8 --mtp --mtp-weight 0.1 --z-loss 0.01 --mask-documents"),
+    (2, "--micro-batch 12 --mtp --cp 2 --seq-len 21"),
     (4, "--micro-batch 6 --mtp --tp 2 --zero 3"),
     (2, "--micro-batch 12 --mtp --pp 2 --layers 2 --recompute full"),  # alone on its stage
     (2, f"--micro-batch 6 {MIXTRAL} --ep 2"),
     (2, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --ep 2 --zero 1"),
     (2, f"--micro-batch 6 {MIXTRAL} --tp 2 --ep 2"),
     (2, f"--micro-batch 12 {DEEPSEEK} --tp 2 --sp off --ep 2"),
-    (2, f"--micro-batch 12 {MIXTRAL} --cp 2 --ep 2 --seq 21"),
+    (2, f"--micro-batch 12 {MIXTRAL} --cp 2 --ep 2 --seq-len 21"),
     (4, f"--micro-batch 6 {MIXTRAL} --ep 4"),
-    (1, "--micro-batch 8 --window 5 --window-every 2 --qk-norm"),
+    (1, "--micro-batch 8 --window 5 --full-attention-every 2 --qk-norm"),
     (2, "--micro-batch 12 --cp 2 --window 7 --recompute full"),
-    (2, "--micro-batch 12 --pp 2 --schedule zb-h1 --window 6 --window-every 2"),
-    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq 23 --window 9 --window-every 3 --attention math"),
-    (4, "--micro-batch 24 --cp 4 --cp-ulysses 2 --window 7 --doc-mask --zero 1"),
-    (2, "--micro-batch 12 --cp 2 --cp-zigzag document --doc-mask --seq 21"),
+    (2, "--micro-batch 12 --pp 2 --schedule zb-h1 --window 6 --full-attention-every 2"),
+    (3, "--micro-batch 16 --cp 3 --cp-style ring --seq-len 23 --window 9 --full-attention-every 3 --attention math"),
+    (4, "--micro-batch 24 --cp 4 --cp-ulysses 2 --window 7 --mask-documents --zero 1"),
+    (2, "--micro-batch 12 --cp 2 --cp-zigzag document --mask-documents --seq-len 21"),
     (1, f"--micro-batch 8 {LATENT} --recompute selective"),
-    (1, f"--micro-batch 12 {LATENT} --q-lora-rank 0 --attention math --recompute full --window 7 --window-every 2"),
+    (1, f"--micro-batch 12 {LATENT} --q-lora-rank 0 --attention math --recompute full --window 7 "
+        "--full-attention-every 2"),
     (2, f"--micro-batch 12 {LATENT} --v-head-dim 10 --tp 2 --zero 1"),
     (4, f"--micro-batch 24 {LATENT} --tp 4 --sp off --recompute selective --attention math"),
 ]
 MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
-    (4, "--micro-batch 24 --cp 4 --cp-style ring --cp-zigzag document --doc-mask --zero 1 --attention math"),
-    (3, f"--micro-batch 16 {LATENT} --cp 3 --seq 23 --doc-mask --attention math --q-lora-rank 0"),
+    (4, "--micro-batch 24 --cp 4 --cp-style ring --cp-zigzag document --mask-documents --zero 1 --attention math"),
+    (3, f"--micro-batch 16 {LATENT} --cp 3 --seq-len 23 --mask-documents --attention math --q-lora-rank 0"),
     (4, "--micro-batch 6 --pp 4 --schedule dualpipev --layers 8 --tied --recompute full"),
     (8, "--micro-batch 2 --tied --bucket-mb 0"),
     (8, "--micro-batch 3 --zero 3"),
     (8, "--micro-batch 12 --cp 2 --cp-style ulysses --tp 4 --kv-heads 2 --zero 1 --recompute full --qk-norm --tied"),
     (4, "--micro-batch 24 --tp 4 --kv-heads 2 --sp off --recompute selective --attention math"),
     (8, "--micro-batch 24 --tp 8 --kv-heads 2 --bucket-mb 0"),
-    (8, "--micro-batch 24 --cp 8 --cp-style ring --seq 30"),
+    (8, "--micro-batch 24 --cp 8 --cp-style ring --seq-len 30"),
     (2, "--micro-batch 6 --mtp --pp 2 --schedule zb-v --layers 4"),  # whose first rank has the last stage, too
-    (8, "--micro-batch 24 --cp 8 --cp-style ring --cp-ulysses 4 --doc-mask --zero 3"),
+    (8, "--micro-batch 24 --cp 8 --cp-style ring --cp-ulysses 4 --mask-documents --zero 3"),
     (8, "--micro-batch 3 --zero 2 --dp-replicate 4"),
     (3, "--micro-batch 16 --tp 3 --heads 6 --kv-heads 3 --ffn 57 --sp off --vocab 257 --tied --recompute full"),
     (8, "--micro-batch 6 --tp 4 --zero 3 --kv-heads 2 --vocab 257 --recompute selective"),
     (4, "--micro-batch 12 --cp 4 --cp-style ring --window 8 --zero 3 --tied"),
-    (8, "--micro-batch 12 --cp 8 --cp-style ulysses --kv-heads 2 --seq 32"),
-    (8, "--micro-batch 12 --cp 8 --cp-ulysses 4 --seq 30 --doc-mask --attention math --recompute selective --tied"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ulysses --kv-heads 2 --seq-len 32"),
+    (8, "--micro-batch 12 --cp 8 --cp-ulysses 4 --seq-len 30 --mask-documents --attention math --recompute selective "
+        "--tied"),
     (8, f"--micro-batch 6 {MIXTRAL} --cp 4 --cp-style ring --cp-ulysses 2 --ep 4 --zero 3"),
-    (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 2 --cp-zigzag document --doc-mask --recompute selective"),
-    (8, f"--micro-batch 6 {MIXTRAL} --cp 4 --cp-zigzag document --doc-mask --tp 2 --ep 4 --zero 2 --seq 21"),
-    (8, "--micro-batch 6 --cp 4 --cp-ulysses 2 --cp-zigzag document --doc-mask --pp 2 --schedule zb-h1"),
+    (8, "--micro-batch 12 --cp 8 --cp-style ring --cp-ulysses 2 --cp-zigzag document --mask-documents --recompute "
+        "selective"),
+    (8, f"--micro-batch 6 {MIXTRAL} --cp 4 --cp-zigzag document --mask-documents --tp 2 --ep 4 --zero 2 --seq-len 21"),
+    (8, "--micro-batch 6 --cp 4 --cp-ulysses 2 --cp-zigzag document --mask-documents --pp 2 --schedule zb-h1"),
     (8, "--micro-batch 6 --pp 4 --zero 2 --schedule zb1p --layers 8 --tied"),
     (4, f"--micro-batch 12 {MIXTRAL} --aux-over micro-batch --cp 2 --tp 2 --sp off --ep 4 --recompute selective"),
-    (4, "--micro-batch 6 --mtp --pp 4 --schedule interleaved --layers 9 --chunks 2 --recompute full"),
+    (4, "--micro-batch 6 --mtp --pp 4 --schedule interleaved --layers 9 --virtual-stages 2 --recompute full"),
     (8, f"--micro-batch 6 {DEEPSEEK} --mtp --pp 2 --ep 4 --schedule zb1p --layers 5 --zero 2"),
     (8, f"--micro-batch 6 {MIXTRAL} --ep 8 --optimizer sgd"),
     (8, f"--micro-batch 3 {DEEPSEEK} --tp 2 --ep 8 --bucket-mb 0"),
     (8, f"--micro-batch 12 {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule dualpipev --layers 5 --recompute full"),
-    (8, f"--micro-batch 12 {LATENT} --cp 8 --seq 30 --recompute selective"),
+    (8, f"--micro-batch 12 {LATENT} --cp 8 --seq-len 30 --recompute selective"),
     (8, f"--micro-batch 12 {LATENT} --tp 8 --bucket-mb 0 --tied"),
     (8, f"--micro-batch 12 {LATENT} {DEEPSEEK} --pp 2 --cp 2 --tp 2 --ep 4 --schedule zb-v --layers 5"),
 ]
@@ -104,7 +107,7 @@ MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is be
 FIVE_DIMENSIONS = "--dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --zero 1 --schedule zb-h1 --recompute selective"
 # Flags that must not change a result.
 NOT_THE_MODEL = ("--micro-batch", "--bucket-mb", "--attention", "--zero", "--dp-replicate", "--tp", "--recompute",
-                 "--sp", "--cp", "--cp-style", "--cp-zigzag", "--cp-ulysses", "--pp", "--schedule", "--chunks",
+                 "--sp", "--cp", "--cp-style", "--cp-zigzag", "--cp-ulysses", "--pp", "--schedule", "--virtual-stages",
                  "--ep", "--dp")
 
 
@@ -283,7 +286,7 @@ def check_agreement(results: list[dict]) -> None:
 def test_clipping_and_masks_are_active():
     """What would make the comparisons above too easy."""
     settings, want = grids.settings_of(""), truth("")
-    assert min(want["norm"]) > 1.5 * settings.optim.clip
+    assert min(want["norm"]) > 1.5 * settings.optim.grad_clip
     for _, labels in grids.batches(settings):
         ignored = (labels < 0).double().mean(1)
         assert (ignored == 1).any() and ((0 < ignored) & (ignored < 1)).any()

@@ -59,7 +59,7 @@ def test_every_pair_that_exchanges_has_a_link_and_pairs_without_a_common_rank_in
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
     monkeypatch.setattr(groups, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))
     monkeypatch.setattr(dist, "get_rank", lambda: p + 1)
-    rounds = groups.rounds_of(config.Grid(pp=p, chunks=SCHEDULES[schedule].chunks, schedule=schedule))
+    rounds = groups.rounds_of(config.Grid(pp=p, virtual_stages=SCHEDULES[schedule].chunks, schedule=schedule))
     links, pairs = groups.make_links(pipelines, rounds, 60), sum(rounds, [])
     assert set(pairs) == exchanging and len(pairs) == len(exchanging)
     is_ring = (p - 1, 0) in exchanging

@@ -144,7 +144,8 @@ def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, publish
     """Biases in fp32, as transformers' are, although weights are in bf16: rounded, they would choose other experts."""
     np.save(tmp_path / "tokens.npy", np.arange(999, dtype=np.uint16) % 61)
     pool.run(2, "runs:run", flags=f"--init-from {published('deepseek')} --data {tmp_path}/tokens.npy --steps 0 "
-             f"--seq 24 --global-batch 4 --micro-batch 1 --sample= --out {tmp_path}/run --export-hf {tmp_path}/hf "
+             f"--seq-len 24 --global-batch 4 --micro-batch 1 --sample-prompt= --checkpoint-dir {tmp_path}/run "
+             f"--export-hf {tmp_path}/hf "
              f"{flags}")
     want, got = (safetensors.torch.load_file(Path(folder) / "model.safetensors")
                  for folder in (published("deepseek"), tmp_path / "hf"))
@@ -392,7 +393,7 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
     """Of whole folders all are used; of a folder with one more none of those that transformers computes is missed."""
     model = config.Model(**huggingface.read_config(published(case)))
     for shard in ("1GB", "20KB"):
-        huggingface.check_weights(published(case, shard), model, insist=False)
+        huggingface.check_weights(published(case, shard), model, allow_mismatch=False)
     folder, path = tmp_path / "more", tmp_path / "more" / "model.safetensors"
     shutil.copytree(published(case), folder)
     weights = safetensors.torch.load_file(path)
@@ -400,10 +401,11 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
     for layer, name in [(0, "self_attn.o_proj.bias"), (0, "mlp.extra.weight"), (3, "input_layernorm.weight")]:
         more = {f"model.layers.{layer}.{name}": torch.ones(4), f"model.layers.{layer + 1}.zero.weight": torch.ones(4)}
         safetensors.torch.save_file(weights | more, path)
-        says = f"^{folder}: has {sorted(more)[0]} and 1 more tensors, which the model does not use: give --insist"
+        says = (f"^{folder}: has {sorted(more)[0]} and 1 more tensors, which the model does not use: "
+                "give --allow-mismatch")
         with pytest.raises(ValueError, match=says):
             cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder)])
-        cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--insist"])
+        cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--allow-mismatch"])
     with pytest.raises(ValueError, match=r"has model\.layers\.2\.\S+ and \d+ more tensors"):
         cli.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
 
@@ -516,14 +518,14 @@ def test_tokens_and_tokenizer_are_those_of_the_published_model(published, tmp_pa
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--export-hf model --out run --init-from model", "--export-hf model: is the folder of --init-from"),
-    ("--export-hf hf", "--export-hf hf: needs --out, whose last checkpoint is exported"),
-    ("--export-hf hf --out run --preset tiny-moe --bias-rate 0.01",
-     "--export-hf with --bias-rate 0.01: this model's class of transformers has no biases")])
+    ("--export-hf model --checkpoint-dir run --init-from model", "--export-hf model: is the folder of --init-from"),
+    ("--export-hf hf", "--export-hf hf: needs --checkpoint-dir, whose last checkpoint is exported"),
+    ("--export-hf hf --checkpoint-dir run --preset tiny-moe --router-bias-rate 0.01",
+     "--export-hf with --router-bias-rate 0.01: this model's class of transformers has no biases")])
 def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published("llama"), "model")
-    cli.parse(f"--data {__file__} --export-hf out --out run --init-from model".split())
+    cli.parse(f"--data {__file__} --export-hf out --checkpoint-dir run --init-from model".split())
     with pytest.raises(ValueError, match=f"^{says}"):
         cli.parse(f"--data {__file__} {flags}".split())
 
@@ -532,7 +534,7 @@ def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, sa
     ("--preset llama-3.1-8b", "LlamaForCausalLM"), ("--preset tiny", "LlamaForCausalLM"),
     ("--heads 6 --head-dim 10", "MistralForCausalLM"),  # transformers' Llama wants heads that divide hidden
     ("--window 128", "MistralForCausalLM"), ("--preset qwen2.5-0.5b", "Qwen2ForCausalLM"),
-    ("--preset qwen3-8b --window 128 --window-every 4", "Qwen3ForCausalLM"),
+    ("--preset qwen3-8b --window 128 --full-attention-every 4", "Qwen3ForCausalLM"),
     ("--preset mixtral-8x7b", "MixtralForCausalLM"), ("--preset tiny-moe", "MixtralForCausalLM"),
     ("--preset qwen3-30b-a3b --dense-layers 2", "Qwen3MoeForCausalLM"),
     ("--preset deepseek-v3", "DeepseekV3ForCausalLM"), ("--preset kimi-k2 --q-lora-rank 0", "DeepseekV3ForCausalLM")])
@@ -542,7 +544,8 @@ def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp
 
 
 @pytest.mark.parametrize("flags, named", [
-    ("--window 128 --window-every 4", "--window-every 4 (only 0)"), ("--qk-norm --qkv-bias", "--qkv-bias True"),
+    ("--window 128 --full-attention-every 4", "--full-attention-every 4 (only 0)"),
+    ("--qk-norm --qkv-bias", "--qkv-bias True"),
     ("--preset tiny-moe --shared-experts 1", "--shared-experts 1 (only 0)"),
     ("--preset tiny-moe --dense-layers 1", "--dense-layers 1 (only 0)"),
     ("--preset tiny-moe --router sigmoid", "--router sigmoid (only softmax)"),
@@ -550,7 +553,7 @@ def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp
     ("--preset tiny-moe --router-scale 2", "--router-scale 2.0 (only 1.0)"),
     ("--preset deepseek-v3 --norm-eps 1e-5", "--norm-eps 1e-05 (only 1e-06)"),
     ("--preset deepseek-v3 --window 8", "--window 8 (only 0)"),
-    ("--heads 6 --head-dim 10 --window 4 --window-every 2", "--heads 6 (only divisors of --hidden 128)")])
+    ("--heads 6 --head-dim 10 --window 4 --full-attention-every 2", "--heads 6 (only divisors of --hidden 128)")])
 def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tmp_path):
     model = rules.parse(f"--data {__file__} {flags}".split()).model
     with refused("", named):

@@ -297,8 +297,9 @@ def test_blocks_of_context_parallelism_have_a_way_back_too(monkeypatch):
 @pytest.mark.parametrize("fp8_flags, tolerance", [("", 1e-6), ("--fp8 tensorwise", 1e-4)])
 def test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch(monkeypatch, tmp_path, fp8_flags, tolerance):
     """As on a GPU. Neither a kernel that failed nor --kernels torch lets any be tried."""
-    flags = (f"--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 32 --vocab 300 --seq 16 --global-batch 4 --steps 3 "
-             f"--dtype fp32 --z-loss 0.01 --qk-norm --doc-mask --sample= --data {__file__} {fp8_flags}")
+    flags = ("--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 32 --vocab 300 --seq-len 16 --global-batch 4 "
+             "--steps 3 "
+             f"--dtype fp32 --z-loss 0.01 --qk-norm --mask-documents --sample-prompt= --data {__file__} {fp8_flags}")
     names = [name for name in (*vars(kernels), *vars(flash), *vars(fp8_kernels)) if name.endswith("_kernel")]
     (broken, failed), found, real = break_kernels(monkeypatch, *names), [], operations.uses_kernels
     for module in operations, tp, cp:

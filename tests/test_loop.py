@@ -27,7 +27,7 @@ from run.log import Log
 from run.meter import Meter
 from zero import Optimizer
 
-MODEL = f"{grids.TINY} --vocab 61 --seq 12 --sample= --separator 0 --device cpu"
+MODEL = f"{grids.TINY} --vocab 61 --seq-len 12 --sample-prompt= --separator 0 --device cpu"
 RAMP = "4@0,8@96,12@250"  # 96: what two steps of 4 have seen
 
 
@@ -50,7 +50,7 @@ def run(folder, flags: str) -> tuple[list[dict], list[tuple]]:
 
 def loss_of(w: dict, spans: list[int], corpus: np.ndarray, settings: config.Config, z_loss=0.0) -> torch.Tensor:
     """The mean loss over samples that are these spans of the corpus, every document on its own."""
-    S = settings.batch.seq
+    S = settings.batch.seq_len
     windows = torch.from_numpy(np.stack([corpus[span * S:span * S + S + 1] for span in spans]).astype(np.int64))
     tokens, labels = windows[:, :-1], windows[:, 1:]
     rows = reference.logits(w, tokens, settings.model, {}, [], tokens == 0)
@@ -68,25 +68,25 @@ def by_torch(folder, settings: config.Config) -> list[dict]:
     samples = open_samples(settings, settings.data.data, optim.seed)
     first, out = 0, []
     for step in range(optim.steps):
-        seen = first * settings.batch.seq
+        seen = first * settings.batch.seq_len
         sequences = 4 if seen < 96 else 8 if seen < 250 else 12
         rule.zero_grad()
-        spans = [samples.start(number) // settings.batch.seq for number in range(first, first + sequences)]
+        spans = [samples.start(number) // settings.batch.seq_len for number in range(first, first + sequences)]
         loss = loss_of(w, spans, corpus, settings, optim.z_loss)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(list(w.values()), optim.clip)
+        norm = torch.nn.utils.clip_grad_norm_(list(w.values()), optim.grad_clip)
         record = dict(loss=loss.item(), grad_norm=norm.item(), lr=rate.get_last_lr()[0])
         rule.step()
         rate.step()
         first += sequences
         if step in (3, 7, 8):
             record["val_loss"] = loss_of(w, list(range(8)), unseen, settings).item()
-        out.append(record | dict(step=step, tokens=first * settings.batch.seq, skipped=0))
+        out.append(record | dict(step=step, tokens=first * settings.batch.seq_len, skipped=0))
     return out
 
 
-FLAGS = ("--dtype fp64 --steps 9 --batch-ramp {} --micro-batch 2 --lr 0.02 --min-lr 0.003 --warmup 3 --clip 0.5 "
-         "--weight-decay 0.2 --betas 0.8,0.9 --seed 5 --doc-mask --z-loss 0.01 "
+FLAGS = ("--dtype fp64 --steps 9 --batch-ramp {} --micro-batch 2 --lr 0.02 --min-lr 0.003 --warmup 3 --grad-clip 0.5 "
+         "--weight-decay 0.2 --betas 0.8,0.9 --seed 5 --mask-documents --z-loss 0.01 "
          "--val-data {}/unseen.npy --eval-every 4 --eval-steps 2")
 
 
@@ -127,7 +127,7 @@ def sources(corpora):
 
 
 MIXED = ("--data {0}/some.npy {0}/none.npy {0}/all.npy --data-weights 2,1,1 --val-data {0}/some.npy --dtype fp64 "
-         "--global-batch 24 --steps 4 --warmup 1 --lr 0.02 --clip 0.5 --eval-every 2 --metrics {0}/mixed")
+         "--global-batch 24 --steps 4 --warmup 1 --lr 0.02 --grad-clip 0.5 --eval-every 2 --metrics {0}/mixed")
 
 
 def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_make_one_mean(pool, sources):
@@ -206,11 +206,11 @@ def waits(flags: str) -> list[int]:
     return [step.count("wait") for step in " ".join(events).split("step")[2:-1]]  # but for the first and the last
 
 
-MIXTURE = "--experts 4 --top-k 2 --expert-ffn 16 --bias-rate 0.01"
+MIXTURE = "--experts 4 --top-k 2 --expert-ffn 16 --router-bias-rate 0.01"
 
 
 @pytest.mark.parametrize("ranks, flags, count", [
-    (1, "--micro-batch 2", 1), (2, "--dp 2 --zero 2", 1), (2, "--cp 2 --doc-mask", 1),
+    (1, "--micro-batch 2", 1), (2, "--dp 2 --zero 2", 1), (2, "--cp 2 --mask-documents", 1),
     (1, f"--micro-batch 4 {MIXTURE}", 1 + 2 * 2), (2, f"--dp 2 --ep 2 --micro-batch 4 {MIXTURE}", 1 + 2),
     *slow((4, "--pp 2 --tp 2 --schedule zb-h1", 1))])
 def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
@@ -220,7 +220,7 @@ def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
 
 def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
     """Its gradient is not finite. It counts as no update, and is read."""
-    jobs, flags = [], "--experts 4 --expert-ffn 8 --bias-rate 0.1 --dtype fp32 --steps 1 --global-batch 4"
+    jobs, flags = [], "--experts 4 --expert-ffn 8 --router-bias-rate 0.1 --dtype fp32 --steps 1 --global-batch 4"
     with (patch.object(Optimizer, "scale_loss", lambda self, loss: torch.nan * loss),
           patch.object(job, "finish", jobs.append)):
         records, _ = run(corpora, flags)
@@ -282,7 +282,7 @@ def test_times_in_the_metrics_are_those_of_a_clock(corpora, tmp_path):
           in_order((train, "forward_backward", takes(2)), (train, "local_micro_batches", takes(0.25)),
                    (job, "mean_loss", takes(7)), (checkpoint.Stage, "copy", takes(3)),
                    (checkpoint, "checksums_of", takes(5)), (faults, "hash_of", takes(0.125, "hash"))) as hashes):
-        records, _ = run(corpora, f"--dtype fp32 --steps 4 --global-batch 4 --out {tmp_path} --save-every 2 "
+        records, _ = run(corpora, f"--dtype fp32 --steps 4 --global-batch 4 --checkpoint-dir {tmp_path} --save-every 2 "
                                      f"--check-replicas 4 --val-data {corpora}/unseen.npy --eval-every 1")
     assert [record["step_s"] for record in records] == 4 * [2.25]
     assert [record["tokens_per_s"] for record in records] == [48 / record["step_s"] for record in records]
@@ -332,7 +332,8 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
 def test_bytes_in_the_metrics_are_those_of_the_step_by_axis(pool, corpora, tmp_path):
     """Of this step, not of all so far, nor of evaluations, saving and comparisons between steps."""
     common = "--dtype fp64 --steps 3 --global-batch 8"
-    everything = (f"{common} --pp 2 --ep 2 --zero 1 --micro-batch 2 --experts 4 --expert-ffn 8 --out {tmp_path} "
+    everything = (f"{common} --pp 2 --ep 2 --zero 1 --micro-batch 2 --experts 4 --expert-ffn 8 --checkpoint-dir "
+                  f"{tmp_path} "
                   f"--save-every 1 --check-replicas 1 --val-data {corpora}/unseen.npy --eval-every 1")
     for flags in everything, f"{common} --cp 2 --cp-style ring --tp 2 --micro-batch 4":
         for sent, counted in sum(pool.run(4, "test_loop:communicated", folder=str(corpora), flags=flags), []):

@@ -111,8 +111,8 @@ def test_a_mask_is_of_the_kind_that_its_scores_show():
 
 
 @pytest.mark.parametrize("attention, flags, packed, count", [
-    ("math", "", False, 1), ("math", " --window 5 --window-every 2", False, 2), ("sdpa", "", False, 0),
-    ("sdpa", "", True, 1), ("sdpa", " --window 5 --window-every 2", False, 1)])
+    ("math", "", False, 1), ("math", " --window 5 --full-attention-every 2", False, 2), ("sdpa", "", False, 0),
+    ("sdpa", "", True, 1), ("sdpa", " --window 5 --full-attention-every 2", False, 1)])
 def test_a_mask_is_made_once_for_all_layers(attention, flags, packed, count):
     """For each window, if attention reads it; a mask for each layer would be saved until backward."""
     made, tokens = [], torch.arange(24).view(2, 12)
@@ -137,7 +137,7 @@ def test_a_packed_batch_equals_separate_documents():
 
 
 @pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
-                                   SMALL + " --layers 3 --window 5 --window-every 2",
+                                   SMALL + " --layers 3 --window 5 --full-attention-every 2",
                                    SMALL + LATENT, SMALL + LATENT + " --q-lora-rank 0 --window 5"])
 def test_sampling_with_the_cache_equals_sampling_without(flags):
     llama = filled(architecture(flags))
@@ -231,7 +231,7 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(name, peak):
                                   " --experts 4 --expert-ffn 72 --shared-experts 1 --dense-layers 1 --mtp"])
 def test_hfu_counts_what_a_real_step_recomputes(mode, more):
     """Exactly, in every block, also in that of multi-token prediction."""
-    flags = "--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120 --seq 64 --attention math" + more
+    flags = "--layers 3 --hidden 96 --heads 6 --kv-heads 2 --ffn 200 --vocab 120 --seq-len 64 --attention math" + more
     settings = rules.parse(f"--data {__file__} --recompute {mode} {flags}".split())
     tokens = torch.randint(120, (4, 64))
     ahead, counted = tokens if settings.model.mtp else None, {}
@@ -246,13 +246,13 @@ def test_hfu_counts_what_a_real_step_recomputes(mode, more):
 
 @pytest.mark.parametrize("window", ["", " --window 128"])
 def test_full_recomputation_repeats_at_most_the_forward(window):
-    flops = flops_by_convention(rules.parse(f"--seq 4096 --recompute full{window}".split(), 1))
+    flops = flops_by_convention(rules.parse(f"--seq-len 4096 --recompute full{window}".split(), 1))
     assert 1.2 * flops["mfu"] < flops["hfu"] <= 4 / 3 * flops["mfu"]
 
 
 def test_scores_that_are_in_memory_are_recomputed():
     """Selective recomputation repeats no matmul but those of the scores, if they are saved: a third of 12 L h S."""
-    flags = "--preset llama-2-7b --seq 2048 --recompute selective --attention"
+    flags = "--preset llama-2-7b --seq-len 2048 --recompute selective --attention"
     flops = {way: flops_by_convention(rules.parse(f"{flags} {way}".split(), 1)) for way in ("auto", "math")}
     assert flops["auto"]["hfu"] == flops["auto"]["mfu"] == flops["math"]["mfu"]
     assert flops["math"]["hfu"] - flops["math"]["mfu"] == 4 * 32 * 4096 * 2048

@@ -11,7 +11,7 @@ from run import job
 from run.data import MicroBatch
 from run.generate import sample
 
-SMALL = f"{grids.TINY} --seq 12 --global-batch 4 --dtype fp32 --sample="
+SMALL = f"{grids.TINY} --seq-len 12 --global-batch 4 --dtype fp32 --sample-prompt="
 
 
 @pytest.mark.parametrize("documents, labels", [(None, [22, -100, 24, 25, -100]),
@@ -36,10 +36,10 @@ def evaluated(flags: str) -> tuple[float, torch.Tensor]:
     return job.mean_loss(model, [share], groups), sample(model, PROMPT, 6, temperature=0)
 
 
-@pytest.mark.parametrize("flags", ["--pp 2 --micro-batch 12", "--zero 3", "--cp 2 --doc-mask"])
+@pytest.mark.parametrize("flags", ["--pp 2 --micro-batch 12", "--zero 3", "--cp 2 --mask-documents"])
 def test_evaluations_and_samples_are_those_of_the_model_without(pool, flags):
     """With --pp 2 it is alone on its stage."""
-    want, text = evaluated("--layers 2" + " --doc-mask" * ("--doc-mask" in flags))
+    want, text = evaluated("--layers 2" + " --mask-documents" * ("--mask-documents" in flags))
     for loss, same in pool.run(2, "test_mtp:evaluated", flags=f"--layers 2 --mtp {flags}"):
         assert loss == pytest.approx(want, rel=1e-12) and torch.equal(same, text)
 
@@ -63,9 +63,10 @@ def test_reading_the_embedding_gathers_no_other_weights(pool):
 
 
 def test_an_export_leaves_it_out_and_who_starts_from_one_draws_it(pool, tmp_path):
-    runs.run(f"{SMALL} --data {__file__} --mtp --steps 2 --out {tmp_path}/first --export-hf {tmp_path}/hf")
-    pool.run(2, "runs:run", flags=f"--init-from {tmp_path}/hf --data {__file__} --mtp --steps 0 --seed 7 --sample= "
-             f"--global-batch 4 --micro-batch 1 --pp 2 --out {tmp_path}/second --export-hf {tmp_path}/again")
+    runs.run(f"{SMALL} --data {__file__} --mtp --steps 2 --checkpoint-dir {tmp_path}/first --export-hf {tmp_path}/hf")
+    pool.run(2, "runs:run", flags=f"--init-from {tmp_path}/hf --data {__file__} --mtp --steps 0 --seed 7 "
+                                  "--sample-prompt= "
+             f"--global-batch 4 --micro-batch 1 --pp 2 --checkpoint-dir {tmp_path}/second --export-hf {tmp_path}/again")
     written, again = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
     assert {name.split(".")[2] for name in written if name.startswith("model.layers.")} == {"0", "1"}
     assert written.keys() == again.keys() and all(torch.equal(written[name], again[name]) for name in written)

@@ -81,7 +81,7 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
     grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
     squares = noise.squares()
     optimizer.step(0.0, extra=squares)
-    found = noise.estimate(settings.batch.global_batch * settings.batch.seq, squares)
+    found = noise.estimate(settings.batch.global_batch * settings.batch.seq_len, squares)
     return {name: value.item() for name, value in found.items()}
 
 
@@ -106,7 +106,8 @@ def test_experts_and_gradients_that_are_partial_over_tp_do_not_count(pool):
 
 def test_the_noise_in_the_metrics_is_that_of_each_steps_own_tokens(pool, tmp_path):
     """With a batch that grows, in fp16: |G|^2 + tr(S) / B is the squared norm of the gradient."""
-    flags = "--layers 1 --hidden 16 --heads 2 --ffn 16 --seq 16 --steps 4 --dtype fp16 --batch-ramp 4@0,8@128 --sample="
+    flags = ("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq-len 16 --steps 4 --dtype fp16 --batch-ramp 4@0,8@128 "
+             "--sample-prompt=")
     (tmp_path / "text").write_text("all the world's a stage " * 99)
     pool.run(2, "runs:run", flags=f"{flags} --data {tmp_path}/text --metrics {tmp_path}/m")
     records = runs.metrics(tmp_path / "m")

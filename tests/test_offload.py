@@ -21,7 +21,7 @@ from run import offload
 from run.data import MicroBatch
 from run.meter import Meter
 
-MODEL = f"{grids.TINY} --layers 4 --vocab 61 --seq 16 --global-batch 4 --micro-batch 2 --warmup 0 --data {__file__}"
+MODEL = f"{grids.TINY} --layers 4 --vocab 61 --seq-len 16 --global-batch 4 --micro-batch 2 --warmup 0 --data {__file__}"
 
 
 def build(flags: str) -> tuple:
@@ -97,7 +97,7 @@ def events(monkeypatch) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("dtype", [f"bf16 --moments bf16 --fp8 blockwise {pairs.WIDE.format(64)}", "fp32",
+@pytest.mark.parametrize("dtype", [f"bf16 --moments-dtype bf16 --fp8 blockwise {pairs.WIDE.format(64)}", "fp32",
                                    "bf16 --optimizer muon"], ids=["bf16 moments, fp8", "fp32", "muon"])
 def test_offloading_changes_no_bit(dtype, request):
     """Whether copies are made at once or as late as can be."""
@@ -190,7 +190,8 @@ def test_two_micro_batches_fetch_their_own_checkpoints(events):
 
 def test_gradients_leave_while_the_cpu_updates(events):
     """All are on their way before the first update, and each update waits for its own only."""
-    _, optimizer = build("--dtype fp32 --bucket-mb 0 --offload optimizer --optimizer sgd --clip 0 --weight-decay 0")
+    _, optimizer = build("--dtype fp32 --bucket-mb 0 --offload optimizer --optimizer sgd --grad-clip 0 --weight-decay "
+                         "0")
     optimizer.begin_step(1)
     for number, bucket in enumerate(optimizer.buckets):
         bucket.master.zero_()
@@ -240,7 +241,8 @@ def test_what_is_offloaded_is_on_the_host(dtype, state, at_host):
 
 def test_inputs_of_blocks_are_offloaded_in_shards_with_and_without_sequence_parallelism():
     """Of 4 blocks' inputs, 2 stay; each rank of 2 has half of every one: 64 tokens of 32 numbers of 4 bytes."""
-    flags = "--layers 4 --hidden 32 --heads 2 --ffn 32 --seq 64 --global-batch 1 --dtype fp32 --tp 2 --recompute full"
+    flags = ("--layers 4 --hidden 32 --heads 2 --ffn 32 --seq-len 64 --global-batch 1 --dtype fp32 --tp 2 "
+             "--recompute full")
     for sp in ("--sp on", "--sp off"):
         none, activations = (sum(grids.memory_of_rank(rules.parse(f"{flags} {sp} --offload {what}".split(), 2), {},
                                                       fused=True).values()) for what in ("none", "activations"))

@@ -23,7 +23,8 @@ from operations import Mask
 from run.device import check_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels need tensors on the GPU")
-MODEL = f"{grids.TINY} --head-dim 16 --vocab 61 --seq 12 --global-batch 2 --dtype fp32 --z-loss 0.01 --data {__file__}"
+MODEL = (f"{grids.TINY} --head-dim 16 --vocab 61 --seq-len 12 --global-batch 2 --dtype fp32 --z-loss 0.01 "
+         f"--data {__file__}")
 
 
 def gradients(flags: str) -> list[torch.Tensor]:
@@ -43,7 +44,7 @@ def choose_as_on_a_gpu(kernel: str, mask, head_dim: int, like: torch.Tensor, dty
 
 
 @pytest.mark.parametrize("attention, flags", [
-    ("auto", "--doc-mask"), ("auto", "--window 5 --window-every 2 --doc-mask"),
+    ("auto", "--mask-documents"), ("auto", "--window 5 --full-attention-every 2 --mask-documents"),
     ("triton", "--qk-norm --qkv-bias --tied --recompute full"),
     ("triton", "--experts 4 --expert-ffn 24 --shared-experts 1 --recompute selective")])
 def test_a_model_with_kernels_equals_one_without(monkeypatch, attention, flags):

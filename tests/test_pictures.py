@@ -79,5 +79,6 @@ def test_a_wrong_name_is_one_line(capsys, names, says):
 
 
 def test_experts_of_the_picture_learn():
-    (_, before), (shares, after) = (pictures.train_experts(ep.Balance(bias_rate=0.01), steps) for steps in (20, 40))
+    balance = ep.Balance(router_bias_rate=0.01)
+    (_, before), (shares, after) = (pictures.train_experts(balance, steps) for steps in (20, 40))
     assert sum(shares) == pytest.approx(1) and after < before

@@ -54,12 +54,12 @@ def printed(capsys, command: str) -> str:
     ("--preset llama-3.2-1b --tp 2 --pp 2 --recompute selective", 8),
     ("--preset llama-3.1-8b --tp 2 --zero 3 --bucket-mb 100", 8),
     ("--preset qwen2.5-0.5b --tp 2 --cp 2 --zero 2 --sp off", 8),
-    ("--preset smollm-135m --pp 3 --schedule zb-h1 --moments bf16", 6),
+    ("--preset smollm-135m --pp 3 --schedule zb-h1 --moments-dtype bf16", 6),
     ("--preset mixtral-8x7b --tp 2 --ep 4 --zero 1 --pp 2 --schedule zb-v", 16),
     ("--preset qwen3-0.6b --fp8 tensorwise --pp 4 --schedule interleaved --zero 1", 8),
     ("--preset llama-3.1-8b --mtp --tp 2 --pp 2 --zero 1", 8),
     ("--preset llama-3.2-1b --mtp --pp 4 --schedule zb-v --zero 3", 8),
-    ("--preset llama-3.1-8b --tp 16 --seq 512 --recompute full", 16),
+    ("--preset llama-3.1-8b --tp 16 --seq-len 512 --recompute full", 16),
     ("--preset qwen2.5-0.5b --tp 2 --zero 2 --optimizer muon", 8),
     ("--preset llama-2-7b --zero 2 --optimizer muon", 8),
     ("--preset llama-3.2-1b --mtp --pp 2 --zero 3 --optimizer muon", 8),
@@ -110,7 +110,7 @@ def test_the_optimizers_memory_is_that_of_its_buckets_state(optimizer, dtype):
 
 
 def test_layers_of_one_kind_are_alike_and_no_others():
-    flags = "--preset deepseek-v3 --mtp --window 9 --window-every 3 --dtype bf16 --fp8 tensorwise --no-fp8-ends"
+    flags = "--preset deepseek-v3 --mtp --window 9 --full-attention-every 3 --dtype bf16 --fp8 tensorwise --no-fp8-ends"
     settings = rules.parse(flags.split())
     model, fp8, kinds = settings.model, settings.fp8_layers(), costs.layer_kinds(settings)
     alike = [(model.window_of(n), n < model.dense_layers, n in fp8, n == model.layers) for n in range(model.blocks)]
@@ -120,7 +120,7 @@ def test_layers_of_one_kind_are_alike_and_no_others():
 def test_heads_that_ulysses_copies_are_in_memory():
     """Of 24 heads, 6 with keys and values, tensor parallel ranks have 12 and 3, which 4 ranks divide as 4 x 3. More
     than others save: 12 heads of the output, and 9 of both keys and values; of 2 layers and 64 / 4 tokens."""
-    flags = "--layers 2 --hidden 96 --heads 24 --kv-heads 6 --head-dim 8 --seq 64 --tp 2 --cp 4 --global-batch 1"
+    flags = "--layers 2 --hidden 96 --heads 24 --kv-heads 6 --head-dim 8 --seq-len 64 --tp 2 --cp 4 --global-batch 1"
     ulysses, others = (plan.memory.activation_bytes(rules.parse(f"{flags} --cp-style {style}".split(), 8), 2)
                        for style in ("ulysses", "allgather"))
     assert ulysses - others == 2 * 16 * (12 + 2 * 9) * 8 * 2
@@ -183,7 +183,7 @@ def test_a_cluster_file_is_a_machine(tmp_path):
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
-OFFLOADED = "--preset llama-3.1-8b --seq 4096 --global-batch 4 --micro-batch 1 --recompute full --offload"
+OFFLOADED = "--preset llama-3.1-8b --seq-len 4096 --global-batch 4 --micro-batch 1 --recompute full --offload"
 
 
 def on_the_machine(run: Run, **other) -> Run:
@@ -203,7 +203,7 @@ def test_an_update_on_the_host_hides_all_copies_but_the_first_and_the_last():
     assert seconds(1, 34.0) == 2 + 1 + 1
     assert seconds(2, math.inf) == 2 + 2 + 1  # the first weights return under a gradient
     assert seconds(2, 3.4) == 2 + 10 + 10 + 1
-    for more, moments in ("", 16), ("--moments bf16", 8), ("--optimizer sgd", 0):
+    for more, moments in ("", 16), ("--moments-dtype bf16", 8), ("--optimizer sgd", 0):
         assert seconds(1, 1.0, math.inf, 1.0, more) == 22 + 18 + moments
 
 
@@ -224,12 +224,13 @@ def test_what_is_pinned_in_the_hosts_memory_is_rounded_to_powers_of_two():
     nbytes = {offload: plan.memory.host_bytes(rules.parse([*flags, "--offload", offload]), 0, 2)
               for offload in ("none", "activations", "optimizer", "both")}
     assert nbytes == dict(none=0, activations=0, optimizer=96_636_764_160, both=96_636_764_160)
-    saving = plan.memory.host_bytes(rules.parse([*flags, "--out", "x", "--zero", "1", "--moments", "bf16"], 4), 0, 2)
+    words = [*flags, "--checkpoint-dir", "x", "--zero", "1", "--moments-dtype", "bf16"]
+    saving = plan.memory.host_bytes(rules.parse(words, 4), 0, 2)
     assert saving == 8 * 4_540_469_248 // 4  # master weights and moments of a fourth
 
 
 def test_utilisation_is_flops_over_time_and_peak():
-    flags = "--preset llama-2-7b --dp 8 --zero 1 --seq 4096 --micro-batch 1"
+    flags = "--preset llama-2-7b --dp 8 --zero 1 --seq-len 4096 --micro-batch 1"
     found = plan.step_time.predict(run_for(f"{flags} --global-batch 64"))
     assert found == plan.step_time.predict(run_for(f"{flags} --batch-ramp 16@0,64@1e6"))  # at its last size
     flops = 6 * (6_738_415_616 - 32000 * 4096) + 12 * 32 * 4096 * 4096  # per token
@@ -246,12 +247,12 @@ def test_few_micro_batches_show_what_many_need(schedule, monkeypatch):
         flags = f"--layers 16 --pp 4 --global-batch {m} --micro-batch 1 --schedule {schedule}"
         run = run_for(flags, 4)
         grid = run.settings.grid
-        whole = plan.memory.plans_in_memory(schedule, 4, m, grid.chunks)
+        whole = plan.memory.plans_in_memory(schedule, 4, m, grid.virtual_stages)
         for rank in range(4):
             most, backwards = plan.memory.plan_in_memory(run.settings, rank)
             assert most == whole[rank][0] and set(backwards) == set(whole[rank][1]), (m, rank)
-        stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.chunks)]
-        built = schedules.make_plan(schedule, 4, m, grid.chunks)
+        stages = [Seconds(1.0 + 0.1 * i, 1.1, 0.9 + 0.05 * i) for i in range(4 * grid.virtual_stages)]
+        built = schedules.make_plan(schedule, 4, m, grid.virtual_stages)
         spans = schedules.simulate(built, [schedules.Costs(*stage, hop) for stage in stages])
         seconds, spent = plan.step_time.pipeline_seconds(run, stages)
         assert seconds == pytest.approx(max(row[-1].stop for row in spans), rel=1e-9 if hop else 2e-3), m
@@ -276,7 +277,7 @@ def test_the_bound_of_equal_stages_is_the_pipelines_formula(monkeypatch):
     ("--cp 2 --pp 4", 2 * 2048 * 4096, 4)])
 def test_a_hop_takes_what_sending_half_of_all_ranks_away_takes(flags, nbytes, stride):
     """Pessimistic: over the network, unless all stages are in one node."""
-    run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 8 --micro-batch 1 {flags}")
+    run = run_for(f"--preset llama-3.1-8b --seq-len 4096 --global-batch 8 --micro-batch 1 {flags}")
     assert plan.step_time.hop_seconds(run) == pytest.approx(run.collective(nbytes, 2, stride))
 
 
@@ -323,7 +324,7 @@ def test_the_data_axis_hides_under_what_its_level_lets_it(monkeypatch, flags, hi
 
 @pytest.mark.parametrize("flags, nbytes", [
     ("--dp 4 --zero 1 --dp-replicate 2", 40 / 2), ("--dp 4 --zero 3", 40 / 4), ("--dp 4 --zero 0", 40),
-    ("--dp 2 --cp 2 --zero 1", 40 / 4), ("--dp 8 --zero 1 --moments bf16", 32 / 8),
+    ("--dp 2 --cp 2 --zero 1", 40 / 4), ("--dp 8 --zero 1 --moments-dtype bf16", 32 / 8),
     ("--dp 8 --zero 1 --optimizer sgd", 24 / 8), *(
         (f"--preset mixtral-8x7b --dp 8 --zero 1 --ep {ep}", 40 / 8) for ep in (1, 2, 8))])
 def test_an_update_reads_and_writes_the_state_of_a_shard(flags, nbytes):
@@ -336,7 +337,7 @@ def test_an_update_reads_and_writes_the_state_of_a_shard(flags, nbytes):
 
 def test_fp8_weights_are_quantised_whenever_they_are_gathered():
     """Twice per micro-batch at level 3, once a step below it."""
-    flags = "--preset llama-3.1-8b --dp 8 --seq 4096 --global-batch 32 --micro-batch 1 --fp8-ends --fp8"
+    flags = "--preset llama-3.1-8b --dp 8 --seq-len 4096 --global-batch 32 --micro-batch 1 --fp8-ends --fp8"
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     for level, times in (1, 1), (3, 2 * 4):
         with_fp8, without = (plan.step_time.step_seconds(run_for(f"{flags} {recipe} --zero {level}")).parts["optimizer"]
@@ -382,7 +383,7 @@ def test_fp8_operands_are_read_and_written(recipe):
     """Per element: reads for the largest, where a tensor has one scale, and for the copies; two copies are written. An
     input's are written at two times, by the matmuls that need them."""
     nbytes = 2 + 1 + 1 if config.FP8_RECIPES[recipe].blocks else 2 + 2 + 1 + 1
-    run = run_for(f"--preset llama-3.1-8b --seq 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
+    run = run_for(f"--preset llama-3.1-8b --seq-len 4096 --global-batch 1 --fp8 {recipe} --fp8-ends")
     inputs, gradients = costs.fp8_operands(run.settings, 0)
     moved = inputs * 2 * (nbytes - 1) + gradients * nbytes
     assert plan.step_time.step_seconds(run).parts["quantise"] == pytest.approx(32 * 4096 * moved / 3.35e12)
@@ -410,7 +411,7 @@ def test_fp8_operands_of_a_token_are_those_of_its_matrices(flags, inputs, gradie
 def test_tensor_parallel_exchanges_hide_under_weight_gradients(model):
     """Of 8 exchanges of a layer, 2 reduce-scatters of its backward are under the matmuls of weight gradients, as are 2
     all-gathers of inputs that are not saved; one of each under the matmuls of shared experts, if there are any."""
-    run = run_for(f"--preset {model} --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
+    run = run_for(f"--preset {model} --tp 8 --global-batch 4 --micro-batch 1 --seq-len 32768")
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
     spent = plan.step_time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts["tp"]
     assert spent == pytest.approx(4 * (32 * 6 + 1) * one)
@@ -436,7 +437,7 @@ def test_a_tied_tables_gradient_is_summed_over_its_stages(flags, shards):
 
 
 def layer(flags: str, **rest) -> dict[str, Seconds]:
-    flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}"
+    flags = f"--preset llama-3.1-8b --seq-len 4096 --global-batch 64 --micro-batch 2 {flags}"
     return plan.step_time.layer_parts(run_for(flags, **rest), 0)
 
 
@@ -458,7 +459,7 @@ def test_a_layers_parts_are_their_formulas():
 
 
 def test_the_heads_parts_are_their_formulas_and_exchanges_hide_as_far_as_there_is_time():
-    run = run_for("--preset llama-3.1-8b --tp 2 --seq 4096 --global-batch 2 --micro-batch 2")
+    run = run_for("--preset llama-3.1-8b --tp 2 --seq-len 4096 --global-batch 2 --micro-batch 2")
     product = 2 * 8192 * 4096 * 128256 / 2 / (794e12 * plan.step_time.CONSTANTS.hopper)
     logits = plan.step_time.CONSTANTS.logit_bytes * 8192 * 128256 / 2 / 3.35e12
     parts = plan.step_time.head_parts(run)
@@ -492,17 +493,18 @@ def test_recomputation_repeats_the_forward_but_what_no_backward_reads(flags, axi
     assert some["recomputed"] == pytest.approx((0, some["elementwise"].forward / 2, 0))
 
 
-LLAMA_CP = "--preset llama-3.1-8b --tp 2 --seq 8192 --cp 4 --cp-style"
+LLAMA_CP = "--preset llama-3.1-8b --tp 2 --seq-len 8192 --cp 4 --cp-style"
 Q, KV = 16 * 128, 2 * 4 * 128  # elements of a token, on one of two tensor parallel ranks
 
 
 @pytest.mark.parametrize("flags, heads, keys", [
     (f"{LLAMA_CP} allgather", 0, 3 * KV), (f"{LLAMA_CP} ring", 0, 3 * KV),
     (f"{LLAMA_CP} ulysses", 3 / 4 * (2 * Q + KV), 0),
-    *((f"{LLAMA_CP} ring --cp 8 --seq 16384 --cp-ulysses {near}", (1 - 1 / near) * (2 * Q + KV), (8 // near - 1) * KV)
+    *((f"{LLAMA_CP} ring --cp 8 --seq-len 16384 --cp-ulysses {near}", (1 - 1 / near) * (2 * Q + KV),
+       (8 // near - 1) * KV)
       for near in (2, 4)),
-    ("--preset deepseek-v3 --cp 4 --tp 2 --seq 8192", 0, 3 * (512 + 64)),  # latents, on every tensor parallel rank
-    ("--preset llama-3.2-1b --cp 2 --tp 16 --seq 4096", 0, 2 * 64)],  # 8 kv heads: a rank sends one
+    ("--preset deepseek-v3 --cp 4 --tp 2 --seq-len 8192", 0, 3 * (512 + 64)),  # latents, on every tensor parallel rank
+    ("--preset llama-3.2-1b --cp 2 --tp 16 --seq-len 4096", 0, 2 * 64)],  # 8 kv heads: a rank sends one
     ids=["allgather", "ring", "ulysses", "2 in 8", "4 in 8", "latents", "more ranks than kv heads"])
 def test_what_context_parallel_ranks_send(flags, heads, keys):
     """Of 2,048 tokens in 16 bits: an exchange of heads keeps a share of q, k, v and the result, forward and backward;
@@ -520,7 +522,7 @@ def test_what_context_parallel_ranks_send(flags, heads, keys):
 
 def test_a_layer_with_latents_makes_keys_and_values_of_all_ranks_tokens():
     """512 wide, into 64 heads of 128 + 128 on one of two ranks, for 2 x 2,048 tokens; once more in backward."""
-    run = run_for("--preset deepseek-v3 --cp 2 --tp 2 --seq 4096 --global-batch 1 --micro-batch 1 "
+    run = run_for("--preset deepseek-v3 --cp 2 --tp 2 --seq-len 4096 --global-batch 1 --micro-batch 1 "
                   "--recompute selective --fp8 blockwise --fp8-ends")
     parts = plan.step_time.layer_parts(run, 0)
     again = run.matmul(2 * 512 * 64 * 256 * 2 * 2048, True)
@@ -533,7 +535,7 @@ def test_a_layer_with_latents_makes_keys_and_values_of_all_ranks_tokens():
 def test_what_experts_are_sent(flags, tp, stride):
     """In 16 bits, with 8 bytes per choice, or 4 of its gradient: on average 6. 2 copies of each token, 7/8 of them
     elsewhere; dispatch and combine. Without sequence parallelism ranks are as far apart as tensor parallel groups."""
-    run = run_for(f"--preset mixtral-8x7b {flags} --seq 4096 --global-batch 8 --micro-batch 1")
+    run = run_for(f"--preset mixtral-8x7b {flags} --seq-len 4096 --global-batch 8 --micro-batch 1")
     copies = 2 * 4096 / tp
     one = run.collective(copies * (2 * 4096 + 2 * (8 + 4) / 4) * 7 / 8, 8, stride, "all_to_all")
     assert plan.step_time.expert_parallel_part(run, 0)["ep"] == pytest.approx((2 * one, 2 * one, 0))
@@ -553,11 +555,11 @@ def test_kernels_have_their_generations_speed(machine, name):
 
 def test_tokens_and_scores_of_a_rank_are_equal_shares():
     """Padded: of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
-    model = "--hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq 50 --global-batch 8 --micro-batch 2"
+    model = "--hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq-len 50 --global-batch 8 --micro-batch 2"
     assert run_for(f"{model} --cp 2 --tp 3").tokens == 2 * 60 / 2
     assert run_for(f"{model} --cp 2 --tp 3 --sp off").tokens == 2 * 52 / 2
     assert run_for(f"{model} --dp 2").micro_batches == 2
-    flags = "--preset llama-3.1-8b --seq 32768 --global-batch 4 --micro-batch 4 --cp"
+    flags = "--preset llama-3.1-8b --seq-len 32768 --global-batch 4 --micro-batch 4 --cp"
     one, four = (plan.step_time.step_seconds(run_for(f"{flags} {cp}")).parts for cp in (1, 4))
     assert four["attention"] == pytest.approx(one["attention"] / 4) and four["cp"] > 0
 
@@ -566,7 +568,7 @@ def test_tokens_and_scores_of_a_rank_are_equal_shares():
 def test_ratios_are_those_of_their_formulas(dtype):
     """The formula that is printed, evaluated, is communication beside compute; all techniques at once."""
     run = run_for("--preset mixtral-8x7b --dp 4 --cp 2 --tp 4 --pp 2 --ep 4 --global-batch 8 --micro-batch 1 "
-                  f"--seq 4096 --reduce-dtype {dtype}")
+                  f"--seq-len 4096 --reduce-dtype {dtype}")
     model, blocks = run.settings.model, 33 if "mtp" in dtype else 32
     p = costs.forward_flops(costs.llama_layer(model, 4096)) / 2
     letters = dict(F=run.machine.best_matmul(), T=2048, S=4096, H=model.hidden, p=p, P=p * blocks / 2,
@@ -599,17 +601,17 @@ def test_ratios_have_the_bandwidth_of_their_group(flags, bandwidths):
 
 # ---- what is printed ------------------------------------------------------------------------------------------------
 
-STEP = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq 8192 --global-batch 64 --micro-batch 1 "
+STEP = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq-len 8192 --global-batch 64 --micro-batch 1 "
         "--recompute full")
 
 
 @pytest.mark.parametrize("command, words", [
     ("params --preset llama-2-7b", ["6,738,415,616", "6,575,235,072", "8/3 h = 10,923"]),  # h = 4096, L = 32, V = 32000
-    (f"memory {STEP}", ["by pipeline rank, ", "by --recompute, ", "by --zero, ", "by --seq, ",
+    (f"memory {STEP}", ["by pipeline rank, ", "by --recompute, ", "by --zero, ", "by --seq-len, ",
                         "  1,120  6,480", "  1,400  8,100", "  840  4,860",  # GB of 70B and 405B parameters, 16 bytes
                         "  1,260  7,290", "  980  5,670"]),  # each as in the playbook, 20, 12, this code's 18 and 14
     (f"overlap {STEP}", [" tokens per micro-batch"]), (f"step {STEP}", ["  cp ", "  recomputed ", "  bubble "]),
-    ("step --hidden 256 --layers 8 --heads 4 --vocab 1000 --seq 512 --global-batch 64 --micro-batch 64 "
+    ("step --hidden 256 --layers 8 --heads 4 --vocab 1000 --seq-len 512 --global-batch 64 --micro-batch 64 "
      "--recompute full --offload activations --gpus 1", ["  offload "]),
     ("scaling --preset llama-3.1-8b --dp 8 --global-batch 64 --micro-batch 1 --train-tokens 1e12", [
         "= 557.7 PF-days", '--batch-ramp "', *scaling.optima(1e21), *scaling.TRAININGS, *scaling.MODELS])])
@@ -619,16 +621,16 @@ def test_what_is_asked_for_is_printed(capsys, command, words):
 
 
 @pytest.mark.parametrize("section, name, values", [
-    ("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", range(4)), ("batch", "seq", (512, 2048, 16384))])
+    ("precision", "recompute", costs.RECOMPUTE), ("grid", "zero", range(4)), ("batch", "seq_len", (512, 2048, 16384))])
 def test_a_run_with_another_setting_is_that_of_its_flag(section, name, values):
-    flags = "--preset llama-3.2-1b --pp 2 --dp 2 --seq 2048 --global-batch 16 --micro-batch 1"
+    flags = "--preset llama-3.2-1b --pp 2 --dp 2 --seq-len 2048 --global-batch 16 --micro-batch 1"
     for value in values:
         assert plan.step_time.needed_memory(plan.__main__.changed(run_for(flags), section, **{name: value})) == (
             plan.step_time.needed_memory(run_for(f"{flags} --{name} {value}")))
 
 
 def test_search_prints_the_best_with_their_rate_per_gpu_and_whether_they_fit(capsys):
-    flags = "--preset tiny --seq 512 --global-batch 64 --zero 1"
+    flags = "--preset tiny --seq-len 512 --global-batch 64 --zero 1"
     found, _ = search.search(run_for(f"{flags} --grid auto", 4), 4, dict(zero=1))
     _, _, first, _, *rows, last = printed(capsys, f"search {flags} --gpus 4").splitlines()
     assert f" {len(found)} settings fit" in first and last.startswith("others fell: ")
@@ -643,10 +645,10 @@ TINY_RUNS = "16 sequences of 256 tokens, 4,096 tokens per step"
 @pytest.mark.parametrize("command", ["memory", "step", "overlap", "search", "scaling"])
 @pytest.mark.parametrize("flags, line", [
     ("--preset llama-3.2-1b",
-     f"{TINY_RUNS}. Warning: --global-batch and --seq are not given, and the default is the tiny run's"),
+     f"{TINY_RUNS}. Warning: --global-batch and --seq-len are not given, and the default is the tiny run's"),
     ("--preset llama-3.2-1b --global-batch 16",
-     f"{TINY_RUNS}. Warning: --seq is not given, and the default is the tiny run's"),
-    ("--preset llama-3.2-1b --batch-ramp 8@0,16@9 --seq 256", TINY_RUNS), ("--preset tiny", TINY_RUNS)])
+     f"{TINY_RUNS}. Warning: --seq-len is not given, and the default is the tiny run's"),
+    ("--preset llama-3.2-1b --batch-ramp 8@0,16@9 --seq-len 256", TINY_RUNS), ("--preset tiny", TINY_RUNS)])
 def test_the_batch_is_printed_and_a_default_of_the_tiny_run_is_pointed_at(capsys, command, flags, line):
     batch, machine, *_ = printed(capsys, f"{command} --gpus 2 {flags}").splitlines()
     assert batch == f"batch    {line}"
@@ -688,7 +690,7 @@ def test_a_runs_kind_is_that_of_its_model_dtype_gpu_and_grid(capsys, flags, kind
 @pytest.mark.parametrize("flags", ["", "--pp 2", "--recompute selective --zero 3"])
 def test_memory_says_what_plain_torch_needs_which_a_dry_run_is(capsys, flags):
     """Kernels of this project make neither logits nor matrices' gradients in 16 bits; a dry run says the same."""
-    flags = f"--preset llama-3.2-1b --gpus 4 --seq 4096 --global-batch 16 --micro-batch 1 {flags}"
+    flags = f"--preset llama-3.2-1b --gpus 4 --seq-len 4096 --global-batch 16 --micro-batch 1 {flags}"
     fused, plain = (plan.step_time.needed_memory(run_for(f"{flags} --kernels {kernels}".replace("--gpus 4", ""), 4))
                     for kernels in ("auto", "torch"))
     settings = rules.parse(f"{flags} --dtype bf16".replace("--gpus 4", "").split(), 4)
@@ -714,7 +716,7 @@ def test_help_says_what_commands_answer_with_examples_that_run(capsys, asked):
 
 def test_scaling_prints_days_and_dollars(capsys):
     """Of 20 tokens per active parameter."""
-    flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 3 --seq 4096 --global-batch 64 --micro-batch 1"
+    flags = "--preset mixtral-8x7b --dp 8 --ep 8 --zero 3 --seq-len 4096 --global-batch 64 --micro-batch 1"
     N, D = 12_879_925_248, 20 * 12_879_925_248
     hours = D / plan.step_time.predict(run_for(flags)).tokens_per_s_per_gpu / 3600
     loss = 1.81686 + 482.00572 / N ** 0.34781 + 2085.4342 / D ** 0.36585
@@ -727,7 +729,7 @@ def test_scaling_prints_days_and_dollars(capsys):
 def test_a_mistake_is_one_line_and_exit_code_2_without_torch():
     program = ("import runpy, sys; sys.modules['torch'] = None; "
                "runpy.run_module('plan', run_name='__main__', alter_sys=True)")
-    command = "search --preset llama-3.2-1b --gpus 1 --global-batch 4 --seq 131072 --recompute none".split()
+    command = "search --preset llama-3.2-1b --gpus 1 --global-batch 4 --seq-len 131072 --recompute none".split()
     ended = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert re.search(r"^plan: on 1 x h100 .* none fits .*: use \d+ ranks or --preset \S+, the largest", ended.stderr)
@@ -758,11 +760,11 @@ def test_a_command_or_a_request_that_is_wrong_is_refused(asked, line):
 
 def test_a_request_is_its_flags():
     request = {"preset": "llama-3.1-8b", "tp": 4, "gpus": 16, "machine": "h100", "global-batch": 64, "micro_batch": 1,
-               "seq": 4096, "sp": "off"}
+               "seq_len": 4096, "sp": "off"}
     run = plan.step_time.run_of(request | dict(tied=True, dtype="fp16", no_such=None))
     assert (run.settings.grid.tp, run.settings.grid.sp, run.settings.model.tied) == (4, "off", True)
     assert (run.settings.precision.dtype, run.machine, run.code) == ("fp16", MACHINES["h100"], plan.step_time.OURS)
-    same = run_for("--preset llama-3.1-8b --tp 4 --sp off --tied --global-batch 64 --micro-batch 1 --seq 4096", 16)
+    same = run_for("--preset llama-3.1-8b --tp 4 --sp off --tied --global-batch 64 --micro-batch 1 --seq-len 4096", 16)
     assert run.settings.grid == same.settings.grid and run.settings.batch == same.settings.batch
     assert plan.step_time.run_of(dict(preset="tiny")).settings.precision.dtype == "bf16"
     assert plan.step_time.run_of(dict(preset="tiny", dp=2, pp=2, global_batch=8)).settings.ranks == 4
@@ -770,7 +772,7 @@ def test_a_request_is_its_flags():
 
 # ---- search ---------------------------------------------------------------------------------------------------------
 
-MODEL = "--preset llama-3.1-8b --layers 15 --seq 4096 --global-batch 64"
+MODEL = "--preset llama-3.1-8b --layers 15 --seq-len 4096 --global-batch 64"
 
 
 @cache
@@ -819,7 +821,7 @@ def test_what_is_simulated_is_in_order():
     ("tiny", (1,), (1, 2, 4)), ("tiny-moe --micro-batch 1", (1, 2, 4), (1,))])
 def test_search_leaves_nothing_out_that_the_command_line_takes(preset, experts, micro_batches):
     """All fit, and recomputation would only be slower; ZeRO shards over dp x cp, and 1 rank has nothing to shard."""
-    model, sizes = f"--preset {preset} --seq 1024 --global-batch 4", (1, 2, 4)
+    model, sizes = f"--preset {preset} --seq-len 1024 --global-batch 4", (1, 2, 4)
     found, _ = search.search(run_for(f"{model} --grid auto", 4), 4, search.given_by_flags(model.split()))
     taken = set()
     for tp, pp_, cp, ep, level, micro, schedule in product(sizes, sizes, (1, 2), experts, range(4), micro_batches,
@@ -907,7 +909,7 @@ def test_a_gpu_that_nobody_knows_is_planned_by_its_peak_and_memory(capsys):
 @pytest.mark.timing
 def test_search_of_1024_gpus_takes_less_than_ten_seconds():
     began = time.process_time()
-    search.search(run_for("--preset llama-3.1-70b --seq 8192 --global-batch 1024 --micro-batch 1"), 1024)
+    search.search(run_for("--preset llama-3.1-70b --seq-len 8192 --global-batch 1024 --micro-batch 1"), 1024)
     assert time.process_time() - began < 10
 
 
@@ -973,7 +975,7 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     assert reason.endswith(f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
     again = rules.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)
-    settings, _ = auto("--preset llama-3.1-8b --seq 4096 --global-batch 64 --tp 4 --pp 2 --schedule zb-h1 --zero 0 "
+    settings, _ = auto("--preset llama-3.1-8b --seq-len 4096 --global-batch 64 --tp 4 --pp 2 --schedule zb-h1 --zero 0 "
                        "--micro-batch 2 --recompute full", 16, MACHINES["h100"])
     grid = settings.grid
     assert (grid.tp, grid.pp, grid.cp, grid.dp, grid.zero, grid.schedule) == (4, 2, 1, 2, 0, "zb-h1")
@@ -982,7 +984,7 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit():
     host = search.this_machine(2, None, 8e9)  # 4 GB for each of 2 ranks
-    batch = "--seq 512 --global-batch 16 --micro-batch 1 --schedule 1f1b --recompute full"
+    batch = "--seq-len 512 --global-batch 16 --micro-batch 1 --schedule 1f1b --recompute full"
     with pytest.raises(ValueError) as refusal:
         auto(f"--preset smollm-1.7b {batch}", 2, host)
     line = str(refusal.value)

@@ -357,7 +357,8 @@ def test_an_svg_shows_times_chunks_and_activations_to_scale():
 
 def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
     """The first of four ranks holds most, by its warmup."""
-    for flags, v, n in ("", 2, 4), ("--chunks 3", 3, 4), ("--group 8", 2, 8), ("--chunks 3 --group 8", 3, 8):
+    for flags, v, n in ("", 2, 4), ("--virtual-stages 3", 3, 4), ("--group 8", 2, 8), ("--virtual-stages 3 --group "
+                                                                                       "8", 3, 8):
         timeline.main(f"--schedule interleaved {flags}".split())
         held = ((v - 1) * n + 2 * (4 - 1) + 1) / v
         assert capsys.readouterr().out.splitlines()[-2].endswith(f"holding up to {held:g} micro-batches")
@@ -368,7 +369,7 @@ def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
     ("--pp 100000", "--pp 100000, --micro-batches 8: must be at most 1000"),
     *((f"--costs {costs}", f"--costs {costs}: write three numbers, above 0 and below a million, such as 1,1,1")
       for costs in ("0,1,1", "nan,1,1", "1,1000000,1")),
-    ("--group 4", "--chunks and --group are for one schedule: name it with --schedule"),
+    ("--group 4", "--virtual-stages and --group are for one schedule: name it with --schedule"),
     ("--svg /", "--svg /: is a folder, name a file"),
     ("--svg no/such/a.svg", "--svg no/such/a.svg: there is no folder no/such")])
 def test_a_wrong_request_is_one_line(flags, says):

@@ -17,7 +17,7 @@ from run import cli, log
 from run.meter import Meter
 from schedules import make_plan
 
-SEVEN_STEPS = f"{TINY} --dtype fp32 --sample= --micro-batch 8 --steps 7 --data {pp.__file__} --profile"
+SEVEN_STEPS = f"{TINY} --dtype fp32 --sample-prompt= --micro-batch 8 --steps 7 --data {pp.__file__} --profile"
 
 
 def test_a_trace_names_phases_and_actions(tmp_path):

@@ -207,7 +207,7 @@ def test_a_wrong_command_or_folder_is_one_line(tmp_path):
 def test_other_codes_hold_more():
     """Gradients in 16 bits beside those in fp32; what layers save times 1.4, logits in 16 bits and in fp32, twice;
     gathered inputs of all layers in flight, less the shard that is saved anyway."""
-    ours = run_for("--preset llama-3.2-1b --dp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --seq 2048")
+    ours = run_for("--preset llama-3.2-1b --dp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1 --seq-len 2048")
     theirs = ours._replace(code=Other(fused=False, gathered=2))
     logits = 2048 * 128256 / 2 * (2 + 4 + 4)
     for rank, layers, in_flight in (0, 10, 2), (1, 6, 1):
@@ -223,7 +223,7 @@ def test_other_codes_hold_more():
     ("none", 0, 10, 3), ("none", 1, 9, 2), ("backward", 0, 6, 1), ("all", 0, 0, 0)])
 def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap, gathered, of_layer, of_head):
     """Of 8 exchanges of a layer, and of 2 inputs that are gathered again unless they are saved."""
-    run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq 32768")
+    run = run_for("--preset llama-3.1-8b --tp 8 --global-batch 4 --micro-batch 1 --seq-len 32768")
     run = run._replace(code=Other(tp_overlap=overlap, gathered=gathered))
     one = 7 / 8 * 2 * 32768 * 4096 / 3e12 / run.constants.node + run.constants.exchange_s
     spent = plan.step_time.step_seconds(on_the_machine(run, levels=(Level("node", 8, 0.0, 3e12),))).parts.get("tp", 0.0)
@@ -231,7 +231,7 @@ def test_tensor_parallel_exchanges_hide_as_far_as_the_code_overlaps_them(overlap
 
 
 def layer(flags: str, code: Other) -> dict[str, Seconds]:
-    flags = f"--preset llama-3.1-8b --seq 4096 --global-batch 64 --micro-batch 2 {flags}"
+    flags = f"--preset llama-3.1-8b --seq-len 4096 --global-batch 64 --micro-batch 2 {flags}"
     return plan.step_time.layer_parts(run_for(flags, code=code), 0)
 
 
@@ -281,7 +281,7 @@ def test_stages_of_other_codes():
                       code=dict(division="any")))
     stages = run.code.stages(run.settings)
     assert len(stages) == 6 and [*chain(*stages)] == [0, 1, 2, 3] and not stages[-1]
-    flags = "--layers 24 --hidden 512 --heads 8 --vocab 32000 --pp 6 --global-batch 6 --micro-batch 1 --seq"
+    flags = "--layers 24 --hidden 512 --heads 8 --vocab 32000 --pp 6 --global-batch 6 --micro-batch 1 --seq-len"
     short, long = (Other(division="cumulative").stages(run_for(f"{flags} {seq}").settings) for seq in (128, 1 << 18))
     assert short == long
     settings = rules.parse(f"{flags} 128".split(), 6)

@@ -22,8 +22,8 @@ ROWS = {row[0]: row[1:] for row in (
     [cell.strip() for cell in line.strip("|").split(" | ")] for line in README.split("## Change it")[1].split("## ")[0]
     .splitlines() if line.startswith("| ")) if row[0] not in ("to change", "---")}
 LION, = re.findall(r"^Lion .*?, is `(.*?)` in `OPTIMIZERS`.*?```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)
-SMALL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --global-batch 8 --lr 3e-3 --warmup 0 "
-         "--sample= --data README.md --metrics metrics")
+SMALL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 24 --global-batch 8 --lr 3e-3 --warmup 0 "
+         "--sample-prompt= --data README.md --metrics metrics")
 
 
 # ---- what one would write -------------------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ def test_what_is_added_by_the_readme_trains_on_one_rank_and_on_two(added):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
-    "--cp 2 --cp-style at-once", "--cp 2 --cp-style around --cp-zigzag document --doc-mask",
+    "--cp 2 --cp-style at-once", "--cp 2 --cp-style around --cp-zigzag document --mask-documents",
     "--zero 3 --optimizer lion --offload optimizer", "--tp 2 --optimizer lion"])
 def test_what_is_added_trains_with_more(added, flags):
-    one, _ = trained(added, "--steps 3 " + " ".join(re.findall("--optimizer lion|--doc-mask", flags)))
+    one, _ = trained(added, "--steps 3 " + " ".join(re.findall("--optimizer lion|--mask-documents", flags)))
     assert trained(added, f"--steps 3 {flags}", 2)[0] == pytest.approx(one, rel=1e-5)
 
 

@@ -215,7 +215,7 @@ def steps_of_transformers(settings: config.Config, batches: list[tuple[Tensor, T
             balance = optim.aux_loss / model.top_k * load_balancing_loss_func(
                 result.router_logits, model.experts, model.top_k)
         (loss + balance).backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), optim.clip)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), optim.grad_clip)
         adamw.step()
         adamw.zero_grad()
         chosen = [logits.topk(model.top_k).indices.flatten() for logits in getattr(result, "router_logits", ())]

@@ -14,7 +14,8 @@ from core import config
 from run import job
 from run.meter import Meter
 
-MODEL = (grids.TINY + " --vocab 61 --seq 12 --dtype fp64 --steps 3 --warmup 1 --lr 0.02 --global-batch 8 --sample= "
+MODEL = (grids.TINY + " --vocab 61 --seq-len 12 --dtype fp64 --steps 3 --warmup 1 --lr 0.02 --global-batch 8 "
+                      "--sample-prompt= "
          "--device cpu")
 MOE = "--experts 4 --expert-ffn 8"
 LATENT = "--kv-heads 4 --kv-lora-rank 6 --rope-head-dim 2"
@@ -29,7 +30,8 @@ CHANGES = {
     "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"),
     "kv_lora_rank": (LATENT, "--kv-lora-rank 8"), "q_lora_rank": (LATENT, "--q-lora-rank 6"),
     "rope_head_dim": (LATENT, "--rope-head-dim 4"), "v_head_dim": (LATENT, "--v-head-dim 4"),
-    "window": ("", "--window 3"), "window_every": ("--window 3", "--window-every 2"), "mtp": ("", "--mtp"),
+    "window": ("", "--window 3"), "full_attention_every": ("--window 3", "--full-attention-every 2"),
+    "mtp": ("", "--mtp"),
     "mtp_weight": ("--mtp", "--mtp-weight 0.1"), "experts": (MOE, "--experts 5"), "top_k": (MOE, "--top-k 3"),
     "expert_ffn": (MOE, "--expert-ffn 9"), "shared_experts": (MOE, "--shared-experts 1"),
     "dense_layers": (MOE, "--dense-layers 1"), "router": (MOE, "--router sigmoid"),
@@ -37,18 +39,20 @@ CHANGES = {
     "expert_groups": (MOE, "--expert-groups 2"),
     "top_groups": (f"{MOE} --expert-groups 2", "--top-groups 2"),
     "dtype": ("", "--dtype fp32"), "fp8": (FP8, "--fp8 none"), "fp8_ends": (FP8, "--no-fp8-ends"),
-    "moments": ("--dtype fp32", "--moments bf16"),
-    "seq": ("", "--seq 13"), "global_batch": ("", "--global-batch 12"), "batch_ramp": ("", "--batch-ramp 8@0,12@1"),
+    "moments_dtype": ("--dtype fp32", "--moments-dtype bf16"),
+    "seq_len": ("", "--seq-len 13"), "global_batch": ("", "--global-batch 12"), "batch_ramp": ("", "--batch-ramp "
+                                                                                                   "8@0,12@1"),
     "optimizer": ("", "--optimizer sgd"), "lr": ("", "--lr 0.03"), "lr_schedule": ("", "--lr-schedule constant"),
     "min_lr": ("", "--min-lr 0.01"), "warmup": ("", "--warmup 2"), "weight_decay": ("", "--weight-decay 0.5"),
     "betas": ("--betas 0.8,0.9", "--betas 0.8,0.7"), "betas, first": ("--betas 0.8,0.9", "--betas 0.7,0.9"),
     "z_loss": ("", "--z-loss 0.1"), "aux_loss": (MOE, "--aux-loss 1"),
     "aux_over": (f"{MOE} --aux-loss 1", "--aux-over micro-batch"), "router_z_loss": (MOE, "--router-z-loss 1"),
-    "bias_rate": (f"{MOE} --router sigmoid", "--bias-rate 0.5"), "clip": ("", "--clip 0.01"),
+    "router_bias_rate": (f"{MOE} --router sigmoid", "--router-bias-rate 0.5"), "grad_clip": ("", "--grad-clip 0.01"),
     "steps": ("", "--steps 4"), "seed": ("", "--seed 1"), "data": ("", "--data {folder}/unseen.npy"),
     "data_weights": ("--data {folder}/train.npy {folder}/unseen.npy --data-weights 3,1", "--data-weights 1,1"),
     "data_dtype": ("--data {folder}/tokens.bin", "--data-dtype uint32"),
-    "separator": ("--doc-mask --separator 0", "--separator 5"), "doc_mask": ("--separator 0", "--doc-mask"),
+    "separator": ("--mask-documents --separator 0", "--separator 5"),
+    "mask_documents": ("--separator 0", "--mask-documents"),
     "val_data": ("", UNSEEN), "eval_every": (UNSEEN, "--eval-every 2"), "eval_steps": (UNSEEN, "--eval-steps 1"),
 }
 # Field -> (what else, what is changed); the losses are the same, and something that is counted differs.
@@ -60,7 +64,7 @@ COMMUNICATED = {
     "cp": ("", "--cp 2"), "cp_style": ("--cp 2", "--cp-style ring"),
     "cp_ulysses": ("--cp 4 --cp-style ring", "--cp-ulysses 2"), "tp": ("", "--tp 2"), "pp": ("", "--pp 2"),
     "schedule": ("--pp 2 --micro-batch 1", "--schedule afab"),
-    "chunks": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--chunks 1"),
+    "virtual_stages": ("--pp 2 --micro-batch 1 --layers 4 --schedule interleaved", "--virtual-stages 1"),
     "ep": (MOE, "--ep 2"), "zero": ("", "--zero 2"), "dp_replicate": ("--zero 1", "--dp-replicate 2"),
     "sp,": ("--tp 2", "--sp off"), "sp": ("--tp 2", "--sp async"),
     "bucket_mb": ("", "--bucket-mb 0")}
@@ -70,16 +74,16 @@ ELSEWHERE = {  # test -> its fields
     "test_config.py::test_a_preset_fills_the_model_and_any_field_overrides_it": "preset",
     "test_config.py::test_choices_left_open_are_made": "dp",
     "test_zero.py::test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded": "reduce_dtype",
-    "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit": "out save_every resume",
-    "test_checkpoint.py::test_a_change_of_model_or_data_is_refused_unless_insisted_on": "insist",
+    "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit": "checkpoint_dir save_every resume",
+    "test_checkpoint.py::test_a_change_of_model_or_data_is_refused_unless_insisted_on": "allow_mismatch",
     "test_checkpoint.py::test_a_downloaded_model_is_tuned_in_two_commands": "init_from export_hf",
     "test_train.py::test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end": "metrics",
-    "test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process": "sample",
+    "test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process": "sample_prompt",
     "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not": "device",
     "test_faults.py::test_a_time_limit_ends_a_run_which_without_out_saves_nothing": "time_limit",
     "test_kernels.py::test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch": "kernels",
     "test_faults.py::test_too_many_skipped_steps_in_a_row_end_the_run": "max_skipped",
-    "test_faults.py::test_a_rewind_leaves_out_the_samples_and_nothing_else": "rewind keep",
+    "test_faults.py::test_a_rewind_leaves_out_the_samples_and_nothing_else": "rewind keep_checkpoints",
     "test_faults.py::test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved": "check_replicas",
     "test_dryrun.py::test_the_command_prints_a_page": "dry_run",
     "test_plan.py::test_the_grid_that_is_chosen_is_the_best_one_that_was_found": "grid",

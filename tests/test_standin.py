@@ -30,7 +30,7 @@ from run.dryrun import ZeroSamples
 pytestmark = pytest.mark.slow
 ROOT, PYTHON = Path(__file__).parent.parent, os.environ.get("PENTERACT_CUDA_PYTHON", sys.executable)
 INCLUDES = "nvidia/cu13/include", "triton/backends/nvidia/include", "nvidia/nccl/include"
-MODEL = "--preset llama-3.1-8b --seq 4096 --micro-batch 1 --dtype bf16 --layers"
+MODEL = "--preset llama-3.1-8b --seq-len 4096 --micro-batch 1 --dtype bf16 --layers"
 MODES = {"one": (1, "--global-batch 1"), "dp": (2, "--global-batch 2 --dp 2"), "tp": (2, "--global-batch 1 --tp 2"),
          "zero 3": (4, "--global-batch 4 --dp 4 --zero 3"), "pp": (2, "--global-batch 4 --pp 2"),
          "cp": (2, "--global-batch 1 --cp 2"), "ring": (2, "--global-batch 1 --cp 2 --cp-style ring")}
@@ -69,7 +69,7 @@ def main(library: str, log: str, ranks: str, *flags: str) -> None:
     collectives.world(device, store=dist.HashStore()).__enter__()  # and never left
     groups = build_groups(settings.grid, settings.model)
     model = train.build_model(settings, groups, device)
-    optimizer, samples = train.build_optimizer(settings, model, groups), ZeroSamples(settings.batch.seq)
+    optimizer, samples = train.build_optimizer(settings, model, groups), ZeroSamples(settings.batch.seq_len)
 
     def step() -> float:
         batches = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)

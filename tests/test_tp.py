@@ -37,7 +37,7 @@ from run.meter import Meter
 from test_dryrun import measured_on
 from tp import IGNORED, MATMUL, Column, Row, TensorParallel
 
-SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq 24 --global-batch 2 --dtype fp64"
+SHAPE = "--layers 2 --hidden 48 --heads 8 --kv-heads 4 --head-dim 6 --ffn 40 --seq-len 24 --global-batch 2 --dtype fp64"
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_hidden_gathers_of_weight_gradients_raise_the_peak_by_one_gathered_tenso
         monkeypatch, t, schedule, rank):
     """Over what is alive if each gather begins when its turn comes."""
     def peaks_of_weight_gradients() -> list[int]:
-        found = measured_on("--layers 4 --hidden 256 --heads 8 --ffn 896 --vocab 64 --seq 256 --global-batch 4 "
+        found = measured_on("--layers 4 --hidden 256 --heads 8 --ffn 896 --vocab 64 --seq-len 256 --global-batch 4 "
                             f"--micro-batch 1 --dtype fp32 --tp {t} --pp 2 --schedule {schedule}", 2 * t, rank)
         return [peak for action, peak in found.peak_of_action if action.op == "W"]
 

@@ -28,12 +28,13 @@ from run import checkpoint, cli, device, dryrun, generate, job, log
 from run.data import Codec, open_samples
 
 ROOT = os.path.dirname(train.__file__)
-SMALL = f"{grids.TINY} --seq 32 --warmup 2"
+SMALL = f"{grids.TINY} --seq-len 32 --warmup 2"
 UNSEEN = "".join(f"{i * i} bottles of beer on the wall, " for i in range(20))[:10 * 32]  # ten samples
 
 
 def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_path):
-    command = f"train.py {SMALL} --steps 100000 --lr 0.01 --metrics {tmp_path}/m --out {tmp_path}/out".split()
+    command = (f"train.py {SMALL} --steps 100000 --lr 0.01 --metrics {tmp_path}/m "
+               f"--checkpoint-dir {tmp_path}/out").split()
     process, file = program.forks().Process(target=program.run, args=(command, str(tmp_path), {})), tmp_path / "m"
     process.start()
     while process.is_alive() and not (file.exists() and file.read_text().count("\n") > 60):
@@ -44,7 +45,7 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     records, lines = metrics(file), (tmp_path / "stdout").read_text().splitlines()
     (saved,), steps = cli.checkpoints_in(tmp_path / "out"), len(records)
     for line, has in zip(lines, ("device", "grid", "512 tokens", "31,968 parameters", "data", f"trained {steps} steps",
-                                 f"continue with --out {tmp_path}/out --resume auto"), strict=True):
+                                 f"continue with --checkpoint-dir {tmp_path}/out --resume auto"), strict=True):
         assert has in line
     assert cli.step_of(saved) == steps
     checkpoint.verify(saved)
@@ -73,7 +74,7 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """Of ten validation samples every grid takes each once, whatever its micro-batches."""
     (tmp_path / "unseen.txt").write_text(UNSEEN)
     flags = (f"--data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 4 --lr 0.01 "
-             f"--global-batch 8 --doc-mask --eval-every 2 --eval-steps 2 --sample import")
+             f"--global-batch 8 --mask-documents --eval-every 2 --eval-steps 2 --sample-prompt import")
     grids = [(1, "--micro-batch 1"), (2, "--micro-batch 2"), (2, "--micro-batch 4 --zero 3"),
              (2, "--cp 2 --cp-style ring"), (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"),
              (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3"),
@@ -92,16 +93,16 @@ def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
     found = []
     for size in 8, 5, 2:
         run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 "
-            f"--lr 1e-15 --global-batch {size} --sample= --metrics {tmp_path}/{size}")
+            f"--lr 1e-15 --global-batch {size} --sample-prompt= --metrics {tmp_path}/{size}")
         found.append(metrics(tmp_path / str(size))[0]["val_loss"])
     assert found == pytest.approx(3 * [found[-1]], rel=1e-10)
 
 
 def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """The second time with a dense layer, which is a stage of the pipeline."""
-    flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --bias-rate 0.02 --data {ROOT}/train.py "
+    flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --router-bias-rate 0.02 --data {ROOT}/train.py "
              f"--val-data {ROOT}/pp.py --dtype fp64 --steps 3 --lr 0.01 --global-batch 8 --eval-every 3 --eval-steps 1 "
-             "--sample import")
+             "--sample-prompt import")
     grids = [(1, "--micro-batch 2"), (2, "--ep 2 --recompute full"), (2, "--tp 2 --sp off --ep 2 --micro-batch 2"),
              (4, "--cp 2 --ep 4 --zero 3"), (2, "--pp 2 --micro-batch 2")]
     (records, _), *_ = outcomes(pool, tmp_path, grids, flags)
@@ -122,7 +123,7 @@ def test_a_step_that_fails_is_named_and_not_the_one_before(monkeypatch):
     monkeypatch.setattr(train, "learning_rate", fails)
     state = job.RunState()
     with pytest.raises(FloatingPointError):
-        run("--seq 32 --global-batch 2 --steps 4", state)
+        run("--seq-len 32 --global-batch 2 --steps 4", state)
     assert state.activity == "in step 2" and gc.isenabled()
 
 
@@ -134,7 +135,8 @@ def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tm
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "good.npy", tokens[:1000])
     flags = flags.format(folder=tmp_path)
-    flags = f"{SMALL} --vocab 300 --sample= --out {tmp_path / 'out'} {flags} {tmp_path / 'tokens.npy'}"
+    flags = (f"{SMALL} --vocab 300 --sample-prompt= --checkpoint-dir {tmp_path / 'out'} {flags} "
+             f"{tmp_path / 'tokens.npy'}")
     with pytest.raises(RuntimeError) as error:
         pool.run(2, "runs:run", flags=flags)
     line = f"\nValueError: {tmp_path / 'tokens.npy'}: token 4,194,309 is 9999, outside of 0..299: raise"
@@ -143,15 +145,16 @@ def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tm
 
 @pytest.mark.parametrize("content, says", [
     ("{", ": is no tokenizer.json: "), (tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 300}, "a")).to_str(),
-                                        ": has the token 300, outside of 0..299: raise --vocab, or give --sample=")])
+                                        ": has the token 300, outside of 0..299: raise --vocab, or give "
+                                        "--sample-prompt=")])
 def test_a_tokenizer_that_could_not_be_used_is_refused_before_the_first_step(tmp_path, content, says):
     np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
     (tmp_path / "tokenizer.json").write_text(content)
-    flags = f"--data {tmp_path}/tokens.npy --vocab 300 --layers 1 --hidden 32 --ffn 32 --seq 32 --global-batch 2"
+    flags = f"--data {tmp_path}/tokens.npy --vocab 300 --layers 1 --hidden 32 --ffn 32 --seq-len 32 --global-batch 2"
     with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json{says}"):
-        run(f"{flags} --steps 1 --out {tmp_path / 'out'}")
+        run(f"{flags} --steps 1 --checkpoint-dir {tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
-    run(f"{flags} --steps 1 --sample=")
+    run(f"{flags} --steps 1 --sample-prompt=")
 
 
 def test_a_snapshot_of_a_gpus_memory_needs_a_gpu(tmp_path, monkeypatch):
@@ -198,7 +201,7 @@ def test_what_a_gpu_pins_must_fit_into_its_share_of_the_hosts_memory(monkeypatch
     monkeypatch.setattr(device, "memory_of_rank", lambda *_, **__: dict(weights=0, gradients=0, optimizer=0))
     monkeypatch.setattr(device, "memory_of_device", lambda where: 10**11 if where.type == "cuda" else 96 * 10**9)
     flags = "--preset llama-3.1-8b --layers 16 --dtype bf16 --global-batch 4".split()
-    device.check_memory(rules.parse([*flags, "--out", "x"]), 0, torch.device("cuda"))
+    device.check_memory(rules.parse([*flags, "--checkpoint-dir", "x"]), 0, torch.device("cuda"))
     for where, refused in (("cpu", contextlib.nullcontext()), ("cuda", pytest.raises(ValueError, match=(
             "--offload: takes 96.64 GB of the host's memory for this rank, which has 96.00 GB: use more ranks with")))):
         with refused:
@@ -252,7 +255,7 @@ def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half
 
 def test_the_first_lines_name_fp8_active_parameters_the_grid_that_is_shown_a_ramps_beginning_and_the_data(tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros(32 * 1234, np.uint16))
-    settings = rules.parse(f"--preset tiny-moe --fp8 tensorwise --seq 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
+    settings = rules.parse(f"--preset tiny-moe --fp8 tensorwise --seq-len 32 --dtype bf16 --tp 2 --pp 2 --cp 2 "
                             f"--micro-batch 1 --batch-ramp 4@0,8@2e3 --data {tmp_path}/tokens.npy".split(), 8)
     settings.grid_is_example, samples = True, open_samples(settings, settings.data.data, 0)
     count = costs.parameters(settings.model)
@@ -302,7 +305,7 @@ def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys)
     prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
     monkeypatch.setattr(generate, "sample", lambda model, prompt, length: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
-    settings = rules.parse("--sample ab".split())
+    settings = rules.parse("--sample-prompt ab".split())
     generate.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))
     assert prompts == [[[256, *b"ab"]]] and capsys.readouterr().out == "ab\ufffd\ufffd\n\tc\ufffd\n"
 
@@ -317,7 +320,7 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
     for (file, *flags), wanted, prompt in zip(called, ("--resume", "--init-from"), ("@home", "-")):
         assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
         assert flags[:2] == [wanted, str(tmp_path)] and flags[flags.index("--steps") + 1] == "0"
-        assert f"--sample={prompt}" in flags and "--prompt" not in flags
+        assert f"--sample-prompt={prompt}" in flags and "--prompt" not in flags
     assert called[0][-3:-1] == ["--tp", "2"]
     for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
                   [str(tmp_path), "--tp", "--prompt"], [str(tmp_path), "--prompt", ""]):
@@ -342,7 +345,7 @@ def test_a_step_leaves_no_cycles(flags):
 
 def test_the_head_counts_as_layers():
     """Of Llama 3.2 1B's 16 layers, the head has the FLOPs of four: the last of four stages gets three less."""
-    stages = costs.stages_of(rules.parse("--preset llama-3.2-1b --pp 4 --seq 4096 --dp 1".split(), 4))
+    stages = costs.stages_of(rules.parse("--preset llama-3.2-1b --pp 4 --seq-len 4096 --dp 1".split(), 4))
     *layers, last = map(len, stages)
     assert sum(layers) + last == 16 and last <= min(layers) - 2
 

@@ -362,7 +362,7 @@ def test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch(poo
 
 @cache
 def held(pool, level: int, dtype: torch.dtype, moments: str) -> list[dict]:
-    flags = f"--zero {level} --moments {moments} --global-batch 4 --micro-batch 1"
+    flags = f"--zero {level} --moments-dtype {moments} --global-batch 4 --micro-batch 1"
     return pool.run(2, "sharding:held", flags=flags, dtype=dtype)
 
 
@@ -425,7 +425,7 @@ def weights_of(pool, cases: list[dict]) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_fp16_takes_the_step_of_fp32(pool, clip):
     """Of SGD, which unlike AdamW shows the size of gradients."""
-    half, full = weights_of(pool, [dict(flags=f"--zero 1 --optimizer sgd --clip {clip}", dtype=dtype)
+    half, full = weights_of(pool, [dict(flags=f"--zero 1 --optimizer sgd --grad-clip {clip}", dtype=dtype)
                                    for dtype in (torch.half, torch.float)])
     for name, want in full.items():
         assert (half[name] - want).norm() < 0.01 * want.norm(), name
@@ -453,7 +453,7 @@ def test_the_loss_scale_follows_the_rule_of_torch():
 
 
 def test_bf16_moments_train_almost_as_fp32_ones(pool):
-    usual, low = weights_of(pool, [dict(flags=f"--zero 1 --moments {moments}", steps=8, lr=1e-3)
+    usual, low = weights_of(pool, [dict(flags=f"--zero 1 --moments-dtype {moments}", steps=8, lr=1e-3)
                                    for moments in ("auto", "bf16")])
     for name, fp32 in usual.items():
         difference = (low[name] - fp32).norm() / fp32.norm()

@@ -26,10 +26,10 @@ from run import device, job
 from run.data import MicroBatch, Samples
 
 # Whole runs are of a TINY model, FP8's of pairs.WIDE, and what must be exact of BASE.
-TINY = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24"
+TINY = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 24"
 # All dimensions differ, so that no two can be mistaken for each other. Clipping and weight decay are active.
-BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq 24 --global-batch 48 "
-        "--dtype fp64 --steps 2 --warmup 0 --lr-schedule constant --lr 0.003 --clip 0.2 --weight-decay 0.3 "
+BASE = ("--layers 3 --hidden 40 --heads 8 --kv-heads 4 --head-dim 6 --ffn 56 --vocab 97 --seq-len 24 --global-batch 48 "
+        "--dtype fp64 --steps 2 --warmup 0 --lr-schedule constant --lr 0.003 --grad-clip 0.2 --weight-decay 0.3 "
         "--data " + __file__)
 MIXTRAL, DEEPSEEK = pairs.MIXTRAL.format(20), pairs.DEEPSEEK.format(12)  # what makes experts' models of it
 LATENT = pairs.LATENT  # and one that attends to latents
@@ -54,7 +54,7 @@ def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
         sequences = settings.batch.global_batch
         for size, first in settings.batch.ramp():
             sequences = size if seen >= first else sequences
-        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq + 1), generator=generator)
+        window = torch.randint(settings.model.vocab, (sequences, settings.batch.seq_len + 1), generator=generator)
         labels = window[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < torch.rand(sequences, 1, generator=generator)] = -100
         labels[:min(6, 3 * sequences // 8)] = -100  # if of 6 or less, whole micro-batches have nothing to learn
@@ -64,15 +64,15 @@ def batches(settings: config.Config) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def begins(tokens: torch.Tensor, settings: config.Config) -> torch.Tensor:
-    """Which tokens begin a document that attention keeps apart, B S: none without --doc-mask."""
-    return (tokens < SEPARATORS) & settings.data.doc_mask
+    """Which tokens begin a document that attention keeps apart, B S: none without --mask-documents."""
+    return (tokens < SEPARATORS) & settings.data.mask_documents
 
 
 class GivenSamples(Samples):
     """Sample number i is row i of a given global batch; who reads which number is decided by the code under test."""
 
-    def __init__(self, tokens: torch.Tensor, labels: torch.Tensor, doc_mask: bool = False):
-        self.tokens, self.labels, self.doc_mask, self.spans = tokens, labels, doc_mask, len(tokens)
+    def __init__(self, tokens: torch.Tensor, labels: torch.Tensor, mask_documents: bool = False):
+        self.tokens, self.labels, self.mask_documents, self.spans = tokens, labels, mask_documents, len(tokens)
         self.corpus, self.seq, self.seed = self, tokens.shape[1], None
 
     def start(self, number: int) -> int:
@@ -152,7 +152,7 @@ def memory_of_rank(settings: config.Config, groups, fused: bool = False) -> dict
 
 def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:
     """This rank's part of a global batch."""
-    samples = GivenSamples(tokens, labels, settings.data.doc_mask)
+    samples = GivenSamples(tokens, labels, settings.data.mask_documents)
     return train.local_micro_batches(samples, 0, len(tokens), settings, groups)
 
 

@@ -23,8 +23,8 @@ FEATURES = {
         "afab", "1f1b", "interleaved", "zb-h1", "zb1p", "zb-v", "dualpipev")}},
     "experts": {"none": "", "ep 1": "", "edp 1": "", "edp 2": ""},
     "recompute": {"none": "", "selective": "--recompute selective", "full": "--recompute full"},
-    "documents": {"mix": "", "masked": "--doc-mask"},
-    "seq": {"24": "", "22": "--seq 22"},  # padded with cp
+    "documents": {"mix": "", "masked": "--mask-documents"},
+    "seq_len": {"24": "", "22": "--seq-len 22"},  # padded with cp
     "kv": {"heads": "", "copies": "--kv-heads 1", "latents": LATENT},  # copies: on each of tp ranks
     "tables": {"two": "", "tied": "--tied"}, "mtp": {"none": "", "one": "--mtp"},
     "qk": {"plain": "", "norm": "--qk-norm"}, "biases": {"none": "", "qkv": "--qkv-bias"},
@@ -32,15 +32,16 @@ FEATURES = {
     "batch": {"constant": "", "ramp": "--batch-ramp"},
     "dtype": {"fp64": "--dtype fp64", "bf16": "--dtype bf16", "fp16": "--dtype fp16"},
     "fp8": {"none": "", "tensorwise": "--fp8 tensorwise", "blockwise": "--fp8 blockwise"},
-    "moments": {"auto": "", "bf16": "--moments bf16"},
+    "moments_dtype": {"auto": "", "bf16": "--moments-dtype bf16"},
 }
 PLAIN = {name: next(iter(values)) for name, values in FEATURES.items()}
-EXACT = {"dtype": "fp64", "fp8": "none", "moments": "auto"}  # what can be compared with the reference to 1e-10
+EXACT = {"dtype": "fp64", "fp8": "none", "moments_dtype": "auto"}  # what can be compared with the reference to 1e-10
 IMPOSSIBLE = {
     (("zero", "0"), ("replicas", "2")),
     (("tp", "async"), ("fp8", "tensorwise")), (("tp", "async"), ("fp8", "blockwise")),
     *((("dtype", dtype), ("fp8", fp8)) for dtype in ("fp64", "fp16") for fp8 in ("tensorwise", "blockwise")),
-    (("dtype", "fp64"), ("moments", "bf16")), *((("optimizer", rule), ("moments", "bf16")) for rule in ("sgd", "muon")),
+    (("dtype", "fp64"), ("moments_dtype", "bf16")),
+    *((("optimizer", rule), ("moments_dtype", "bf16")) for rule in ("sgd", "muon")),
     (("cp", "both"), ("kv", "copies")),
     *((("cp", style), ("kv", "latents")) for style in ("ring", "ulysses", "both")),
     (("kv", "latents"), ("qk", "norm")), (("kv", "latents"), ("biases", "qkv")),
@@ -48,7 +49,7 @@ IMPOSSIBLE = {
 NEVER_WITH = {one: {two for both in IMPOSSIBLE if one in both for two in both} for both in IMPOSSIBLE for one in both}
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
-            "--top-groups 2 --shared-experts 2 --dense-layers 1 --bias-rate 0.002 --aux-loss 0.2")
+            "--top-groups 2 --shared-experts 2 --dense-layers 1 --router-bias-rate 0.002 --aux-loss 0.2")
 WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # which FP8's blocks divide, also at --tp 2
 WIDE_LATENT = ("--heads 4 --kv-heads 4 --head-dim 128 --kv-lora-rank 128 --q-lora-rank 256 --rope-head-dim 64 "
                "--v-head-dim 64")
@@ -161,7 +162,7 @@ def cover(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[
 
 
 EXTRAS = {  # flags that random grids have besides, most often none of a row
-    "window": ["", "", "--window 5", "--window 9 --window-every 2"], "clip": ["", "", "--clip 0"],
+    "window": ["", "", "--window 5", "--window 9 --full-attention-every 2"], "grad_clip": ["", "", "--grad-clip 0"],
     "buckets": ["", "--bucket-mb 0", "--bucket-mb 0.05"], "attention": ["", "", "--attention math"],
     "z loss": ["", "", "--z-loss 0.01"], "head": ["", "", "--head-dim 12"], "vocab": ["", "", "--vocab 101"],
     "rope": ["", "", "--rope-theta 100"]}

@@ -133,7 +133,8 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
         shared = model.heads // model.kv_heads
         q = q.unflatten(2, (model.kv_heads, shared))  # query head n reads kv head n // shared
         scores = torch.einsum("bqkgd,bpkd->bkgqp", q, k) / model.head_dim ** 0.5
-        full = model.window == 0 or (model.window_every > 0 and i % model.window_every == model.window_every - 1)
+        every = model.full_attention_every
+        full = model.window == 0 or (every > 0 and i % every == every - 1)
         hidden = above if full else above | above.T.tril(-model.window)  # W and more tokens before it
         attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(hidden | foreign, -torch.inf).softmax(-1), v)
         x = x + attended.flatten(2) @ a("wo").T
@@ -230,13 +231,13 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
         (weighted + balance_losses(mixtures, model, optim, micro_batch)).backward()
         out["loss"].append(sum(losses).item())
         out["grads"].append({name: p.grad.clone() for name, p in w.items()})
-        limit = optim.clip or float("inf")
+        limit = optim.grad_clip or float("inf")
         out["norm"].append(torch.nn.utils.clip_grad_norm_(list(w.values()), limit).item())
         for optimizer in optimizers:
             optimizer.step()
         for bias, (_, loads, *_) in zip(biases.values(), mixtures):
             load = loads.sum(0).double()
-            bias += optim.bias_rate * torch.sign(load.mean() - load)
+            bias += optim.router_bias_rate * torch.sign(load.mean() - load)
     out["biases"] = biases
     out["params"] = {name: p.detach() for name, p in w.items()}
     state = {p: values for optimizer in optimizers for p, values in optimizer.state.items()}

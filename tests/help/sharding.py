@@ -17,8 +17,8 @@ from run import job
 from run.meter import Meter
 
 # Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
-PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 --vocab 97 --seq 5 --bucket-mb 0 "
-          f"--clip 0.1 --data {__file__}")
+PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 --vocab 97 --seq-len 5 --bucket-mb 0 "
+          f"--grad-clip 0.1 --data {__file__}")
 
 
 class Unit(torch.nn.Module):

@@ -48,12 +48,13 @@ class Other(Code):
         if self.division == "balanced":
             return super().stages(settings)
         grid, fields = settings.grid, tuple(vars(settings.model).values())
-        return divide(fields, costs.layer_kinds(settings), settings.batch.seq, grid.pp * grid.chunks, self.division)
+        return divide(fields, costs.layer_kinds(settings), settings.batch.seq_len, grid.pp * grid.virtual_stages,
+                      self.division)
 
     def attention(self, run: Run, scores: float) -> Seconds:
         if self.attention_kernel != "standard":
             return super().attention(run, scores)
-        model, seq = run.settings.model, run.settings.batch.seq
+        model, seq = run.settings.model, run.settings.batch.seq_len
         nbytes = standard_attention_bytes(model.heads, seq, model.head_dim) / seq * run.tokens / run.settings.grid.tp
         # An A100 multiplies heads whose width is no multiple of 8 without tensor cores, 16 times as slowly.
         seconds = run.matmul(2 * scores) * (16 if model.head_dim % 8 else 1)

@@ -1,6 +1,6 @@
 """A published run as an object of JSON, and the plan.step_time.Run that it describes.
 
-    {"preset": "llama-3.1-8b", "tp": 2, "zero": 1, "seq": 8192, "global_batch": 64, "gpus": 64, "machine": "h100",
+    {"preset": "llama-3.1-8b", "tp": 2, "zero": 1, "seq_len": 8192, "global_batch": 64, "gpus": 64, "machine": "h100",
      "code": {"attention_kernel": "flash3", "launch": "free"}}
 
 A request is one of plan.step_time.run_of, with a code: fields of codes.Other.
@@ -33,7 +33,7 @@ def run_of(request: Mapping[str, Any]) -> Run:
         need(value in known, f"code: {name} {value}: use one of {', '.join(known)}")
     layers = int(asked.get("layers") or config.PRESETS.get(asked.get("preset", "tiny"), {}).get("layers", 4))
     if code.division != "balanced":  # other codes' stages may have the embedding, the norm or the head alone
-        stages = int(asked.get("pp", 1)) * max(1, int(asked.get("chunks") or 1))
+        stages = int(asked.get("pp", 1)) * max(1, int(asked.get("virtual_stages") or 1))
         need(stages <= layers + 4, f"--pp {asked.get('pp')}: {stages} stages of {layers} layers and four parts besides")
         asked["layers"] = max(layers, stages)  # or the command line refuses them
     run = step_time.run_of(asked, code)
