@@ -403,6 +403,51 @@ SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields
 FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in fields(section)}
 
 
+# Names that settings had: a flag of that name is refused with the new one, and checkpoints are read by this table.
+RENAMED = {
+    "seq": "seq_len",
+    "clip": "grad_clip",
+    "insist": "allow_mismatch",
+    "doc_mask": "mask_documents",
+    "moments": "moments_dtype",
+    "bias_rate": "router_bias_rate",
+    "window_every": "full_attention_every",
+    "chunks": "virtual_stages",
+    "out": "checkpoint_dir",
+    "keep": "keep_checkpoints",
+    "sample": "sample_prompt",
+}
+# What other trainers call a setting (Megatron-LM, torchtitan, transformers, nanoGPT): the error for a flag names ours.
+IN_OTHER_TRAINERS = {
+    "data_parallel_size": "dp", "data_parallel_shard_degree": "dp", "world_size": "dp",
+    "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp", "tensor_parallel_degree": "tp",
+    "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp", "pipeline_parallel_degree": "pp",
+    "context_parallel_size": "cp", "context_parallel_degree": "cp",
+    "expert_model_parallel_size": "ep", "expert_parallel_size": "ep", "expert_parallel_degree": "ep",
+    "num_virtual_stages_per_pipeline_rank": "virtual_stages", "pipeline_parallel_schedule": "schedule",
+    "sequence_parallel": "sp", "data_parallel_replicate_degree": "dp_replicate", "zero_stage": "zero",
+    "use_distributed_optimizer": "zero", "num_layers": "layers", "n_layer": "layers", "num_hidden_layers": "layers",
+    "hidden_size": "hidden", "n_embd": "hidden", "ffn_hidden_size": "ffn", "intermediate_size": "ffn",
+    "num_attention_heads": "heads", "n_head": "heads", "num_query_groups": "kv_heads",
+    "num_key_value_heads": "kv_heads", "kv_channels": "head_dim", "vocab_size": "vocab", "rotary_base": "rope_theta",
+    "num_experts": "experts", "moe_router_topk": "top_k", "moe_ffn_hidden_size": "expert_ffn",
+    "moe_aux_loss_coeff": "aux_loss", "moe_router_bias_update_rate": "router_bias_rate",
+    "seq_length": "seq_len", "max_seq_len": "seq_len", "max_seq_length": "seq_len", "block_size": "seq_len",
+    "micro_batch_size": "micro_batch", "per_device_train_batch_size": "micro_batch",
+    "local_batch_size": "micro_batch", "batch_size": "global_batch", "global_batch_size": "global_batch",
+    "gradient_accumulation_steps": "global_batch", "rampup_batch_size": "batch_ramp",
+    "train_iters": "steps", "max_steps": "steps", "max_iters": "steps", "learning_rate": "lr",
+    "lr_decay_style": "lr_schedule", "lr_scheduler_type": "lr_schedule", "lr_warmup_iters": "warmup",
+    "warmup_steps": "warmup", "warmup_iters": "warmup", "clip_grad": "grad_clip", "max_norm": "grad_clip",
+    "max_grad_norm": "grad_clip", "wd": "weight_decay", "bf16": "dtype", "fp16": "dtype", "fp8_format": "fp8",
+    "recompute_granularity": "recompute", "activation_checkpointing": "recompute",
+    "gradient_checkpointing": "recompute", "cpu_offload": "offload", "attention_backend": "attention",
+    "data_path": "data", "dataset_path": "data", "eval_interval": "eval_every", "eval_iters": "eval_steps",
+    "save": "checkpoint_dir", "output_dir": "checkpoint_dir", "out_dir": "checkpoint_dir", "load": "resume",
+    "resume_from_checkpoint": "resume", "save_interval": "save_every", "save_total_limit": "keep_checkpoints",
+    "model_name_or_path": "init_from", "distributed_timeout_minutes": "timeout", "exit_duration_in_mins": "time_limit",
+}
+
 # ---- names, kinds and ranges of settings ----------------------------------------------------------------------------
 
 def name_of(asked: str) -> str:
@@ -533,9 +578,22 @@ def read(arguments: list[str]) -> dict[str, Any]:
     """The settings that a command line gives: name -> value. Raises ValueError for what is no setting or no value."""
     given, unknown = read_flags(make_parser(), FIELDS, expand(arguments))
     if unknown:
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], map(flag, FIELDS), 1, 0.7)
-        raise ValueError(f"{unknown[0]}: unknown flag, {f'did you mean {close[0]}?' if close else '--help lists all'}")
+        raise ValueError(f"{unknown[0]}: {what_is_meant(unknown[0].partition('=')[0])}")
     return given
+
+
+def what_is_meant(unknown: str) -> str:
+    """What to write in place of a flag that there is not."""
+    name = name_of(unknown) if unknown.startswith("--") else ""
+    without_no = name.removeprefix("no_")
+    if without_no in RENAMED:
+        new = RENAMED[without_no]
+        is_off = name != without_no and FIELDS[new].type is bool
+        return f"this flag is called {flag(f'no_{new}' if is_off else new)} now"
+    if name in IN_OTHER_TRAINERS:
+        return f"unknown flag, see {flag(IN_OTHER_TRAINERS[name])} in --help"
+    close = difflib.get_close_matches(unknown, map(flag, FIELDS), 1, 0.7)
+    return f"unknown flag, did you mean {close[0]}?" if close else "unknown flag, --help lists all"
 
 
 def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, list[str]]:

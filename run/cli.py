@@ -247,6 +247,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     need(checksum_of_json(run) == expected, f"{file} is damaged: its checksum differs")
     need(run.get("format") == CHECKPOINT_FORMAT,
          f"{path} has format {run.get('format')}, and this version reads {CHECKPOINT_FORMAT}")
+    for section in SECTIONS:
+        if isinstance(run.get(section), dict):  # else it is damaged, see below
+            run[section] = {config.RENAMED.get(name, name): value for name, value in run[section].items()}
     for name, example in CONTENT.items():
         value = run.get(name, example)
         need(is_of_kind(value, example), f"{file} is damaged: its {name} is of another kind")
