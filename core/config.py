@@ -308,8 +308,7 @@ class Run:
     save_every: int = setting(0, "steps between checkpoints; 0: after the last step only", needs="checkpoint_dir")
     keep_checkpoints: int = setting(2, "how many checkpoints stay in --checkpoint-dir; 0: all")
     resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --checkpoint-dir, if "
-                              "any; "
-                              "settings that no flag gives are the checkpoint's")
+                              "any; settings that no flag gives are the checkpoint's")
     allow_mismatch: bool = setting(False, "on resume, accept changed data or settings; with --init-from, unused "
                                           "weights")
     init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")

@@ -297,8 +297,7 @@ def check_batch(c: Config) -> None:
     tokens = batch.micro_batch * batch.seq_len  # with cp, sequences are padded to fit (padded_length)
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
          f"--tp {grid.tp} cannot share {asked} x --seq-len {batch.seq_len} = {tokens} tokens in equal parts: use "
-         "another "
-         "--seq-len, or --sp off")
+         "another --seq-len, or --sp off")
     Divides("--micro-batch", share, f"a rank's share of {whole}").check(c)
     count = max(sizes) // grid.dp // batch.micro_batch
     need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {whole}: must be at most "

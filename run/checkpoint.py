@@ -205,8 +205,7 @@ class Saver:
                                       f"{free / 1e9:.3g} GB are free")
             need(step or not cli.checkpoints_in(self.folder),
                  f"--checkpoint-dir {self.folder}: has checkpoints of another run, or of this one from its beginning: "
-                 "give "
-                 "--resume auto to continue it, or another folder")
+                 "give --resume auto to continue it, or another folder")
             for path in self.folder.glob("step-*"):
                 if cli.step_of(path) >= 0 and not (path / "run.json").is_file():  # somebody's, or a copy of a part
                     set_aside(path, "is no checkpoint: it has no run.json")

@@ -34,8 +34,7 @@ SHOWN = {4: ["--tp", "2"], 8: ["--tp", "2", "--pp", "2"]}  # ranks -> the grid i
 # Where there is a GPU for each rank, also this model of 284M parameters, in place of 0.8M: on 8 H100s a step is
 # predicted to take 0.23 s (python -m plan step).
 ON_GPUS = ("--layers 24 --hidden 1024 --heads 16 --kv-heads 8 --ffn 2816 --seq-len 2048 --global-batch 64 "
-           "--micro-batch 8 "
-           "--recompute selective").split()
+           "--micro-batch 8 --recompute selective").split()
 GPUS = "/proc/driver/nvidia/gpus"  # a folder for each GPU of this machine
 
 

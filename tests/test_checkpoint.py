@@ -43,8 +43,7 @@ from run.ranks import host_group
 ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
 ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --virtual-stages 0 "
-       "--ep 1 "
-       "--zero 0")  # the grid of one process: else a resumed run has the checkpoint's
+       "--ep 1 --zero 0")  # the grid of one process: else a resumed run has the checkpoint's
 MOE = "--experts 4 --top-k 2 --expert-ffn 24"
 
 
@@ -544,8 +543,7 @@ def test_a_run_goes_on_in_its_folder_from_anywhere_and_a_copy_of_it_in_none(toke
     monkeypatch.chdir(os.path.dirname(tokens))
     out, link, copy = (tmp_path / name for name in ("out", "link", "copy"))
     run(f"{SMALL} --data tokens.npy --val-data tokens.npy --checkpoint-dir {os.path.relpath(out)} --metrics m --steps "
-        "2 "
-        "--save-every 2")
+        "2 --save-every 2")
     monkeypatch.chdir(ROOT)
     link.symlink_to(out)
     for same in out, link, os.path.relpath(out):
@@ -815,8 +813,7 @@ def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, 
     said = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq-len 32 --global-batch "
                                          f"{2 * spans} "
                     f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --checkpoint-dir {tmp_path}/run --export-hf {tuned} "
-                    "--sample-prompt def "
-                    f"--metrics {tmp_path}/metrics")[0]
+                    f"--sample-prompt def --metrics {tmp_path}/metrics")[0]
     at = np.arange(spans)[:, None] * 32 + np.arange(33)
     batch, learned = (torch.from_numpy(array.astype(np.int64)[at]) for array in (tokens, mask))
     labels = batch.where(learned == 1, -100)

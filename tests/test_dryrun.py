@@ -26,8 +26,7 @@ from run.meter import Meter
 from schedules import SCHEDULES, Action
 
 BASE = ("--layers 4 --hidden 64 --heads 8 --kv-heads 4 --ffn 112 --vocab 97 --seq-len 32 --global-batch 16 "
-        "--micro-batch 1 "
-        "--dtype fp32")
+        "--micro-batch 1 --dtype fp32")
 MOE = "--experts 8 --top-k 2 --expert-ffn 48 --global-batch 16 --micro-batch 2 --seq-len 56 "  # multiples of 28 pairs
 GRIDS = [  # 8 ranks each, of every axis
     "--dp 8 --zero 3 --global-batch 32 --micro-batch 2 --bucket-mb 0 --layers 2",

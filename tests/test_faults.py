@@ -34,8 +34,7 @@ from run.ranks import Call, meet
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq-len 16 --warmup 2 --global-batch 12 --sample-prompt= "
-         "--dtype fp64 "
-         f"--data {ROOT}/train.py")
+         f"--dtype fp64 --data {ROOT}/train.py")
 
 
 def run(flags: str, spoiled: tuple = (), factor: float = math.inf, late: bool = False, rank: int = -1, also: str = "",
