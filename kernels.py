@@ -15,7 +15,7 @@ from it the chunk's rows of dx and its term of dW. No matmul is repeated: 6 T H 
 gradient that the loss will have, so dW goes straight into the main gradient, and dx is all that waits for backward.
 
 A section has the same in plain torch, to compare with, then the kernel, then its launch. `launch` also starts the
-kernels of flash.py and fp8_kernels.py. Where a kernel does not run, torch computes: cross_entropy_in_torch_ here, and
+kernels of flash.py and fp8_kernels.py. Where a kernel does not run, torch computes: cross_entropy_reference_ here, and
 the others in operations.py, which has their autograd functions. A kernel is compiled anew for arguments that are None,
 so an `if` that asks for them costs nothing.
 Sums, statistics and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
@@ -72,7 +72,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) 
 PROGRAMS = 264  # of the backward kernel, which share the rows: two per SM of an H100 or H200
 
 
-def rms_norm_in_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
     return total, torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
 
@@ -143,7 +143,7 @@ def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tens
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
-def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     a, b = x[:, :, :heads].chunk(2, -1)
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return torch.cat((turned, x[:, :, heads:]), 2)
@@ -183,7 +183,7 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) ->
 SWIGLU_BLOCK = 1024
 
 
-def swiglu_in_torch(x: Tensor) -> Tensor:
+def swiglu_reference(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
@@ -219,7 +219,7 @@ def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
 
 # ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is all of it in torch, of all logits at once ------
 
-def cross_entropy_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
+def cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
     own, x = labels - first, logits.float()
     here, column = (own >= 0) & (own < x.shape[1]), own.clamp(0, x.shape[1] - 1)[:, None]
     if statistics:
@@ -275,7 +275,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Ten
         launch(cross_entropy_kernel, (T,), logits, labels, lse, label_logit, loss_grad, IGNORED, first, V, z_loss,
                block, statistics, gradient, num_warps=max(1, block // 512))
     except KernelError:
-        cross_entropy_in_torch_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
+        cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
 
 
 class LinearCrossEntropy(Function):

@@ -16,7 +16,8 @@ In both, ranks wait equally long, but 1f1b holds the activations of three micro-
 
 What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
-- Two ranks must issue their transfers in the same order, or both wait for ever: schedules.lower enters both at once.
+- Two ranks must issue their transfers in the same order, or both wait for ever: schedules.with_transfers enters both
+  at once.
 - A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
   exchanges has a group of its own (core/collectives.py: Group.links). With one group for all an interleaved step of 8
   ranks, two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
@@ -38,7 +39,7 @@ from torch.profiler import record_function
 
 from core.collectives import ALONE, Group, done, receive, run_demo, send
 from core.gradients import backward_input, backward_weight, queued_keys
-from schedules import Action, Plan, Transfer, bubble, lower, make_plan, simulate
+from schedules import Action, Plan, Transfer, bubble, make_plan, simulate, with_transfers
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class Engine:
 
     def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
                  around: Callable[[Action], AbstractContextManager] = profile_range):
-        me, lists = group.rank, lower(plan)
+        me, lists = group.rank, with_transfers(plan)
         self.items, self.last_stage = lists[me], plan.stages - 1
         self.group, self.device, self.around = group, device, around
         # NCCL otherwise builds a pair's communicator at its first transfer, where both ranks must meet: in a schedule's

@@ -271,7 +271,7 @@ def in_turns(plan: Plan) -> list[tuple[int, Action, Transfer | None]]:
     return turns
 
 
-def lower(plan: Plan) -> list[list[Action | Transfer]]:
+def with_transfers(plan: Plan) -> list[list[Action | Transfer]]:
     """The ranks' lists of a plan with sends and receives, each entered on both ranks right after what it sends is made.
 
     So any two ranks have their transfers in the same order, as NCCL needs: it matches them by order, and one may block

@@ -72,9 +72,9 @@ def train(run: job.Run) -> None:
             losses = forward_backward(model, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            extra = run.extra()  # requests to stop, seconds, noise: summed over ranks with the norm, in place
-            norm = optimizer.step(lr, extra=extra)
-        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, extra=extra)
+            to_sum = run.to_sum()  # requests to stop, seconds, noise: summed over ranks with the norm, in place
+            norm = optimizer.step(lr, to_sum=to_sum)
+        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, to_sum=to_sum)
         run.end_step(lr, results | update_balance(model, groups, norm.isfinite(), sequences=len(step.samples)))
 
 

@@ -530,15 +530,15 @@ class Optimizer:
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.name):
             bucket.finish_step()
 
-    def step(self, lr: float, extra: Tensor | None = None) -> Tensor:
+    def step(self, lr: float, to_sum: Tensor | None = None) -> Tensor:
         """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
-        not finite, the step is skipped: nothing changes but the loss scale. extra: a vector that is replaced by its sum
-        over all ranks, in the same reduction as the norm."""
+        not finite, the step is skipped: nothing changes but the loss scale. to_sum: a vector that is replaced by its
+        sum over all ranks, in the same reduction as the norm."""
         squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()[None]
-        summed = squared if extra is None else torch.cat((squared, extra.to(squared)))
+        summed = squared if to_sum is None else torch.cat((squared, to_sum.to(squared)))
         all_reduce(summed, self.world)
-        if extra is not None:
-            extra.copy_(summed[1:])
+        if to_sum is not None:
+            to_sum.copy_(summed[1:])
         norm = summed[0].sqrt() / self.scale_loss(1.0)
         found_inf = (~norm.isfinite()).float()
         self.update(lr, found_inf, self.clip_grads(norm))

@@ -245,15 +245,15 @@ def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
     """Kernels that are bound by memory: (ours, the formula, elements read and written, shapes of the inputs)."""
     return {
         "RMSNorm": (lambda x, w: kernels.rms_norm(x, None, w, 1e-5)[1],
-                    lambda x, w: kernels.rms_norm_in_torch(x, None, w, 1e-5)[1], 2 * T * H, [(T, H), (H,)]),
+                    lambda x, w: kernels.rms_norm_reference(x, None, w, 1e-5)[1], 2 * T * H, [(T, H), (H,)]),
         "add and RMSNorm": (lambda x, y, w: kernels.rms_norm(x, y, w, 1e-5),
-                            lambda x, y, w: kernels.rms_norm_in_torch(x, y, w, 1e-5), 4 * T * H,
+                            lambda x, y, w: kernels.rms_norm_reference(x, y, w, 1e-5), 4 * T * H,
                             [(T, H), (T, H), (H,)]),
         "RMSNorm backward": (lambda dy, x, w: kernels.rms_norm_backward(dy, None, x, w, 1e-5), norm_backward,
                              3 * T * H, [(T, H), (T, H), (H,)]),
-        "rotary embedding, 32 + 8 heads of 128": (rotate, lambda x: kernels.rope_in_torch(x[:, :, :40], *angles(), 40),
+        "rotary embedding, 32 + 8 heads of 128": (rotate, lambda x: kernels.rope_reference(x[:, :, :40], *angles(), 40),
                                                   2 * T * 40 * 128, [(T // S, S, 48, 128)]),
-        "SwiGLU": (kernels.swiglu, kernels.swiglu_in_torch, 3 * T * FFN, [(T, 2 * FFN)]),
+        "SwiGLU": (kernels.swiglu, kernels.swiglu_reference, 3 * T * FFN, [(T, 2 * FFN)]),
         "SwiGLU backward": (lambda dy, x: kernels.swiglu(x, dy), swiglu_backward, 5 * T * FFN,
                             [(T, FFN), (T, 2 * FFN)])}
 

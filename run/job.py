@@ -1,7 +1,7 @@
 """A run on one rank: how it begins, resumes or goes back; what it does between two steps; how it ends.
 
 `started` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py meets:
-`begin`, `load`, and for every step `steps`, `extra`, `end_step`.
+`begin`, `load`, and for every step `steps`, `to_sum`, `end_step`.
 """
 import contextlib
 import gc
@@ -174,14 +174,14 @@ class Run:
                     unread = None
         finish(self)
 
-    def extra(self) -> torch.Tensor:
+    def to_sum(self) -> torch.Tensor:
         """What Optimizer.step is to sum over ranks: votes of faults.Guard, and the two squares of GradientNoise."""
         votes = self.guard.votes()
         return torch.cat((votes, self.noise.squares())) if self.noise else votes
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
-        """Take what the device will know when the step is done, and the host reads later: summed `extra`, metrics."""
-        state, step, votes = self.state, self.step, results.pop("extra")
+        """Take what the device will know when the step is done, and the host reads later: summed `to_sum`, metrics."""
+        state, step, votes = self.state, self.step, results.pop("to_sum")
         if self.noise:
             votes, squares = votes.tensor_split([-2])
             results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq_len, squares)

@@ -13,7 +13,7 @@ import train
 from core import collectives, config, groups, rules
 from run import dryrun
 from run.meter import Meter
-from schedules import SCHEDULES, Transfer, lower, make_plan
+from schedules import SCHEDULES, Transfer, make_plan, with_transfers
 
 EVERY_AXIS = ("--layers 32 --heads 16 --kv-heads 4 --head-dim 6 --hidden 40 --vocab 97 --experts 8 --cp 2 --tp 8 "
               "--pp 4 --zero 1 --dp-replicate 2 --ep 2 --schedule interleaved --micro-batch 1 --data " + __file__)
@@ -54,7 +54,8 @@ def test_a_rank_makes_groups_in_as_many_calls_as_there_are_axes(monkeypatch, wor
 def test_every_pair_that_exchanges_has_a_link_and_pairs_without_a_common_rank_in_one_call(monkeypatch, schedule, p):
     """No other pair has one. 2 calls for two ranks, 4 for a chain, and for a ring 4, or 6 if its ranks are odd: its
     edges need 3 colours."""
-    exchanging = {(r, item.peer) for r, items in enumerate(lower(make_plan(schedule, p, 2 * p))) for item in items
+    lists = with_transfers(make_plan(schedule, p, 2 * p))
+    exchanging = {(r, item.peer) for r, items in enumerate(lists) for item in items
                   if isinstance(item, Transfer) and item.op == "send"}
     calls, pipelines = [], [list(range(p)), list(range(p, 2 * p))]
     monkeypatch.setattr(groups, "create_groups", lambda members, *_, **__: calls.append(members) or len(calls))

@@ -27,13 +27,13 @@ from tp import cross_entropy
 
 # Ours, and the same in torch, of fp64 inputs; of a norm also shapes of the inputs.
 NORM = (lambda x, weight, y=None: operations.RMSNormFunction.apply(x * 1, y, weight, 1e-5),
-        lambda x, weight, y=None: kernels.rms_norm_in_torch(x, y, weight, 1e-5), [(7, 40), (40,), (7, 40)])
+        lambda x, weight, y=None: kernels.rms_norm_reference(x, y, weight, 1e-5), [(7, 40), (40,), (7, 40)])
 
 
 def rotation(angle: torch.Tensor, heads: list[int]) -> tuple[Callable, Callable]:
     cos, sin = angle.cos(), angle.sin()
     return (lambda x: operations.RotateFunction.apply(x * 1, cos, sin, heads),
-            lambda x: kernels.rope_in_torch(x, cos.double(), sin.double(), sum(heads[:2])).split(heads, 2))
+            lambda x: kernels.rope_reference(x, cos.double(), sin.double(), sum(heads[:2])).split(heads, 2))
 
 
 def entropy(labels: torch.Tensor, z_loss: float = 0.0, **options) -> tuple[Callable, Callable]:
@@ -112,7 +112,7 @@ def test_rope_is_in_place_leaves_other_heads_alone_and_takes_gradients_of_any_la
 @pytest.mark.parametrize("shape", [(7, 2), (2, 3, 10), (3, 50)])
 def test_swiglu(shape, monkeypatch, uses_kernels):
     monkeypatch.setattr(kernels, "SWIGLU_BLOCK", 16)
-    compare(operations.swiglu, kernels.swiglu_in_torch, [numbers(*shape) * 3])
+    compare(operations.swiglu, kernels.swiglu_reference, [numbers(*shape) * 3])
 
 
 def test_nothing_goes_in_and_nothing_comes_out(uses_kernels):
@@ -137,8 +137,8 @@ def test_in_16_bits_all_is_computed_in_fp32_and_rounded_once():
     y, angle = half(7, 300, seed=3), numbers(7, 1, 5)
     cos, sin, qkv = angle.cos(), angle.sin(), half(1, 7, 4, 10)
     wide, wide_weight, wide_qkv = (each.double().requires_grad_() for each in (x, weight, qkv))
-    norm, swiglu = torch.nn.functional.rms_norm(wide, (300,), wide_weight, 0.5), kernels.swiglu_in_torch(wide)
-    rotated = kernels.rope_in_torch(wide_qkv, cos.double(), sin.double(), 3)
+    norm, swiglu = torch.nn.functional.rms_norm(wide, (300,), wide_weight, 0.5), kernels.swiglu_reference(wide)
+    rotated = kernels.rope_reference(wide_qkv, cos.double(), sin.double(), 3)
     dx, dweight = torch.autograd.grad(norm, [wide, wide_weight], dy.double())
     dswiglu, = torch.autograd.grad(swiglu, wide, dy[:, :150].double())
     dqkv, = torch.autograd.grad(rotated, wide_qkv, qkv.double())
@@ -247,7 +247,7 @@ ATTENTIONS = [(partial(flash.flash_attention, mask=mask), lambda q, k, v, mask=m
 REPLACED = {  # kernel -> what launches it: ours, the same in torch, the shapes of the inputs
     "rms_norm_kernel": [NORM], "rms_norm_backward_kernel": [NORM],
     "rope_kernel": [(*rotation(numbers(6, 1, 4), [3, 1, 2]), [(2, 6, 6, 8)])],
-    "swiglu_kernel": [(operations.swiglu, kernels.swiglu_in_torch, [(7, 20)])],
+    "swiglu_kernel": [(operations.swiglu, kernels.swiglu_reference, [(7, 20)])],
     "cross_entropy_kernel": [(*entropy(some_labels(11, 37), 0.1, chunk=4), [(11, 8), (37, 8)])],
     "flash_forward_kernel": ATTENTIONS, "flash_dq_kernel": ATTENTIONS, "flash_dkv_kernel": ATTENTIONS}
 

@@ -55,7 +55,7 @@ def measured(level: int, micro_batches: int) -> list[dict]:
             optimizer.scale_loss(line(x.clone().requires_grad_())).backward()
         optimizer.finish_step()
         squares = noise.squares()
-        optimizer.step(1e-3, extra=squares)
+        optimizer.step(1e-3, to_sum=squares)
         found.append(noise.estimate(TOKENS, squares))
     return found
 
@@ -80,7 +80,7 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
     noise.counts = lambda bucket, spec: (left_out is None or left_out not in spec.name) and counts(bucket, spec)
     grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
     squares = noise.squares()
-    optimizer.step(0.0, extra=squares)
+    optimizer.step(0.0, to_sum=squares)
     found = noise.estimate(settings.batch.global_batch * settings.batch.seq_len, squares)
     return {name: value.item() for name, value in found.items()}
 

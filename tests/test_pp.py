@@ -34,10 +34,10 @@ from schedules import (
     Transfer,
     activations_held,
     bubble,
-    lower,
     make_plan,
     required_results,
     simulate,
+    with_transfers,
 )
 from test_dryrun import measured_on
 from tp import MATMUL, Column, Row, TensorParallel
@@ -77,7 +77,7 @@ def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
             assert plan.stages == p * (1 if schedule == "dualpipe" else v or SCHEDULES[schedule].chunks)
             assert order.keys() == {(stage, k) for stage in range(plan.stages) for k in range(m)}
             assert set(order.values()) <= {"FB", "FIW"}
-            lists = lower(plan)
+            lists = with_transfers(plan)
             check_rendezvous(lists)
             sent = sum(isinstance(item, Transfer) for items in lists for item in items)
             crossing = sum(plan.owner[s, k] != plan.owner[s + 1, k] for s in range(plan.stages - 1) for k in range(m))
@@ -89,12 +89,12 @@ def test_everything_happens_once_in_order_and_nobody_waits_for_ever(schedule):
 def test_a_plan_that_cannot_end_is_found():
     plan = make_plan("1f1b", 2, 2)
     stuck = plan._replace(ranks=[[*reversed(plan.ranks[0])], plan.ranks[1]])
-    for function in (lower, simulate):
+    for function in (with_transfers, simulate):
         with pytest.raises(ValueError, match="wait for each other: rank 0 cannot start B0.1, rank 1 cannot start F1"):
             function(stuck)
     ended = plan._replace(ranks=[[Action("B", 0, 0)], []])  # the second rank waits for nobody
     with pytest.raises(ValueError, match="^ranks wait for each other: rank 0 cannot start B0.0$"):
-        lower(ended)
+        with_transfers(ended)
 
 
 ANY = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.grouped)
@@ -258,7 +258,7 @@ def test_activations_held_are_those_of_the_formulas():
     ("interleaved", 8, 32, 24), ("zb1p", 8, 16, 47), ("zb-v", 8, 16, 12), ("dualpipev", 8, 16, 16)])
 def test_transfers_in_one_stream_cost_time_and_in_a_link_for_each_pair_none(schedule, p, m, extra):
     plan = make_plan(schedule, p, m)
-    lists = lower(plan)
+    lists = with_transfers(plan)
     in_links, in_one_stream = (replay(lists, Costs(), stream) for stream in (
         stream_of_link, lambda item: isinstance(item, Transfer)))
     assert in_links == simulate(plan)
