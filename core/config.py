@@ -75,19 +75,20 @@ def need(condition: bool, line: str) -> None:
         raise ValueError(line)
 
 
-def setting(default, help, choices=None, most=LARGEST, positive=False, needs=""):
+def setting(default, help, choices=None, most=LARGEST, positive=False, needs="", auto=False):
     """Declare a field and its flag.
 
-    A number must be from 0 (positive: above 0) to `most`, or the default itself, such as a -1 that stands for
-    something. needs: the setting without which this one changes nothing; the command line then refuses it.
+    A number must be from 0 (positive: above 0) to `most`. auto: the default is no such number; it stands for a value
+    that follows from other settings, and one writes it as `auto`. needs: the setting without which this one changes
+    nothing; the command line then refuses it.
     """
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs}
+    about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs, "auto": auto}
     return field(**initial, metadata=about)
 
 
-def positive(default, help, most=LARGEST, needs=""):
-    return setting(default, help, most=most, positive=True, needs=needs)
+def positive(default, help, most=LARGEST, needs="", auto=False):
+    return setting(default, help, most=most, positive=True, needs=needs, auto=auto)
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Model:
     hidden: int = positive(128, "width of the residual stream")
     heads: int = positive(4, "query heads")
     kv_heads: int = positive(2, "key and value heads, each shared by heads / kv-heads query heads")
-    head_dim: int = setting(0, "width of a head; 0: hidden / heads")
+    head_dim: int = positive(0, "width of a head; auto: hidden / heads", auto=True)
     ffn: int = positive(352, "width of the SwiGLU layer")
     vocab: int = positive(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
     tied: bool = setting(False, "tied embeddings: one table for the input and the output")
@@ -111,13 +112,13 @@ class Model:
                                needs="kv_lora_rank")
     rope_head_dim: int = setting(0, "how much of head-dim is rotated, by one key for all heads",
                                  needs="kv_lora_rank")
-    v_head_dim: int = setting(0, "width of a value head; 0: head-dim", needs="kv_lora_rank")
+    v_head_dim: int = positive(0, "width of a value head; auto: head-dim", needs="kv_lora_rank", auto=True)
     window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
     full_attention_every: int = setting(0, "every so many layers one has full attention; 0: none has",
                                 needs="window")
     experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
     top_k: int = positive(2, "experts that a token is sent to", needs="experts")
-    expert_ffn: int = setting(0, "width of an expert; 0: ffn", needs="experts")
+    expert_ffn: int = positive(0, "width of an expert; auto: ffn", needs="experts", auto=True)
     shared_experts: int = setting(0, "experts that every token is sent to, besides its top-k", needs="experts")
     dense_layers: int = setting(0, "how many of the first layers have a dense feed-forward instead of experts",
                                 needs="experts")
@@ -157,7 +158,7 @@ class Model:
 class Grid:
     grid: str = setting("given", "auto: axes, ZeRO level, micro-batch, schedule and recomputation that no flag gives "
                                  "become what plan/search.py predicts to be the fastest here", ("given", "auto"))
-    dp: int = positive(-1, "data parallel ranks; -1: all that pp, cp and tp leave")
+    dp: int = positive(-1, "data parallel ranks; auto: all that pp, cp and tp leave", auto=True)
     cp: int = positive(1, "context parallel ranks: each has 1/cp of every sequence")
     cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
                                          "all-to-all from sequence to head shards", CP_STYLES)
@@ -169,7 +170,8 @@ class Grid:
     pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
     schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
                             tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
-    virtual_stages: int = setting(0, "model chunks (pipeline stages) per rank; 0: as many as the schedule needs")
+    virtual_stages: int = positive(0, "model chunks (pipeline stages) per rank; auto: as many as the schedule needs",
+                                   auto=True)
     ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts",
                        needs="experts")
     zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
@@ -235,7 +237,8 @@ class Precision:
 @dataclass
 class Batch:
     seq_len: int = positive(256, "tokens per sequence")
-    micro_batch: int = setting(0, "sequences that a rank computes at once; 0: all of a step; with pp 1/(2 pp) of it")
+    micro_batch: int = positive(0, "sequences a rank computes at once; auto: all of a step; with pp 1/(2 pp) of it",
+                                auto=True)
     global_batch: int = positive(16, "sequences per step, over all ranks and micro-batches")
     batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
 
@@ -257,11 +260,12 @@ class Batch:
 @dataclass
 class Optim:
     optimizer: str = setting("adamw", "the update rule; muon: of matrices, the rest by adamw", tuple(OPTIMIZERS))
-    lr: float = setting(0.0, "peak learning rate; 0: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3")
+    lr: float = positive(0.0, "peak learning rate; auto: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3",
+                         auto=True)
     lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
                                ("cosine", "wsd", "constant"))
-    min_lr: float = setting(-1.0, "final learning rate of cosine and wsd; -1: lr / 10")
-    warmup: int = setting(-1, "steps of linear warmup; -1: 20, but at most a tenth of the run")
+    min_lr: float = setting(-1.0, "final learning rate of cosine and wsd; auto: lr / 10", auto=True)
+    warmup: int = setting(-1, "steps of linear warmup; auto: 20, but at most a tenth of the run", auto=True)
     weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
     betas: tuple = setting((0.9, 0.95), "decay rates of AdamW's averages of the gradient and of its square")
     z_loss: float = setting(0.0, "coefficient of the z-loss, the square of each token's log-sum-exp of logits")
@@ -284,7 +288,8 @@ class Data:
     data_weights: str = setting("", "3,1 mixes the paths of --data: of 4 samples 3 are from the first, 1 is from the "
                                     "second; by default they are one stream, end to end")
     data_dtype: str = setting("auto", "of headerless .bin; auto: uint16 if --vocab fits", ("auto", "uint16", "uint32"))
-    separator: int = setting(-1, "token that begins a document in token files; -1: the format's, or each file is one")
+    separator: int = setting(-1, "token that begins a document in token files; auto: the format's, or each file is one",
+                             auto=True)
     mask_documents: bool = setting(False, "no attention across documents, and positions start anew in each")
     val_data: list = setting([], "evaluate the loss on this text or these tokens")
     eval_every: int = setting(0, "steps between evaluations; 0: at the end only", needs="val_data")
@@ -454,6 +459,12 @@ def name_of(asked: str) -> str:
     return asked.split()[0].removeprefix("--").replace("-", "_")
 
 
+def written(name: str, value: Any) -> str:
+    """A setting's value as one writes it after its flag."""
+    declared = FIELDS[name]
+    return "auto" if declared.metadata["auto"] and value == declared.default else str(value)
+
+
 def is_of_kind(value: Any, example: Any) -> bool:
     """Whether a value of a JSON file is of the example's kind. A float may be written as a whole number. The entries of
     a list must be like the example's first entry, or text if the example is empty."""
@@ -472,7 +483,7 @@ def problem_of(name: str, value: Any) -> str:
     if declared.type not in (int, float) or value == declared.default:
         return ""
     if not (value > 0 if above else value >= 0):
-        return f"must be {'above 0' if above else '0 or more'}"
+        return f"must be {'above 0' if above else '0 or more'}{', or auto' if declared.metadata['auto'] else ''}"
     return "" if value <= most else f"must be at most {most:,}"
 
 
@@ -539,6 +550,8 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str | None = 
                 kwargs = dict(metavar=f"{{{','.join(map(str, choices))}}}" if choices else f.type.__name__.upper())
                 if f.type is tuple:
                     default = ",".join(map(str, default))
+            if f.metadata["auto"]:
+                default = "auto"
             shown = "" if default == "" else f" [{default}]"
             if f.metadata["needs"]:
                 shown = f" (with {flag(f.metadata['needs'])}){shown}"
@@ -553,12 +566,19 @@ def read_value(field: Field, typed: str) -> Any:
         by_name = {str(choice): choice for choice in choices}
         need(typed in by_name, f"{asked}: use one of {', '.join(by_name)}")
         return by_name[typed]
+    may_be_auto = field.metadata["auto"]
+    if may_be_auto and typed == "auto":
+        return field.default
     try:
-        return tuple(map(float, typed.split(","))) if field.type is tuple else field.type(typed)
+        value = tuple(map(float, typed.split(","))) if field.type is tuple else field.type(typed)
     except ValueError:
         what = {int: "a whole number", float: "a number", tuple: "numbers with commas between them"}[field.type]
         such = f", such as {','.join(map(str, field.default))}" if field.type is tuple else ""
-        raise ValueError(f"{asked}: write {what}{such}") from None
+        raise ValueError(f"{asked}: write {what}{such}{' or auto' if may_be_auto else ''}") from None
+    if may_be_auto:
+        above = "above 0" if field.metadata["positive"] else "0 or more"
+        need(value != field.default, f"{asked}: must be {above}, or auto")
+    return value
 
 
 def read_flags(parser: Parser, declared: dict[str, Field], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:

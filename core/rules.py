@@ -28,6 +28,7 @@ from core.config import (
     need,
     problem_of,
     read,
+    written,
 )
 from schedules import SCHEDULES, plan_of
 
@@ -126,7 +127,9 @@ class Divides(NamedTuple):
 def as_typed(c: Config, asked: str) -> str:
     """A setting and its value, as one writes it."""
     name, value = flag(name_of(asked)), c.value(name_of(asked))
-    return name if value is True else f"--no-{name[2:]}" if value is False else f"{name} {value}"
+    if value is True:
+        return name
+    return f"--no-{name[2:]}" if value is False else f"{name} {written(name_of(asked), value)}"
 
 
 def divisors(number: int) -> list[int]:

@@ -219,7 +219,8 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
         raise ValueError("--grid auto: " + why_none_fits(run, gpus, given, rejected))
     best, chosen = found[0], found[0].run.settings
     values = vars(chosen.grid) | vars(chosen.batch) | vars(chosen.precision)
-    flags = [word for name in dict.fromkeys((*CHOSEN, *rest)) for word in (config.flag(name), str(values[name]))]
+    flags = [word for name in dict.fromkeys((*CHOSEN, *rest))
+             for word in (config.flag(name), config.written(name, values[name]))]
     reason = (f"{describe(chosen)}: of {len(found)} settings that fit on {gpus} x {machine.name}, the best by "
               f"predicted step time and probability to fit: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, "
               f"fits with probability {best.fits:.2f}, limit {best.limit()}")

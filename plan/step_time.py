@@ -571,7 +571,7 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
         elif value is False:
             flags.append("--no-" + flag[2:])
         elif value is not None:
-            flags += [flag, str(value)]
+            flags += [flag, config.written(name, value)]
     return flags
 
 

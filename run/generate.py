@@ -108,12 +108,12 @@ def main(arguments: list[str]) -> None:
     # In one word, so that a prompt may begin with @ or -.
     flags[where - 1:where + 1] = ["--sample-prompt=" + flags[where]]
     published = os.path.isfile(os.path.join(path, "config.json"))
-    default_grid = ("--dp -1 --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
-                    "--schedule 1f1b --virtual-stages 0 --ep 1 --zero 0 --recompute none --offload none").split()
+    default_grid = ("--dp auto --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
+                    "--schedule 1f1b --virtual-stages auto --ep 1 --zero 0 --recompute none --offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
     no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0", "--metrics", "",
-                    "--val-data",
-                   "--eval-every", "0", "--optimizer", "sgd", "--moments-dtype", "auto"]  # SGD has no moments to load
+                   "--val-data", "--eval-every", "0",
+                   "--optimizer", "sgd", "--moments-dtype", "auto"]  # SGD has no moments to load
     train = os.path.join(os.path.dirname(os.path.dirname(__file__)), "train.py")
     os.execv(sys.executable, [sys.executable, train, "--init-from" if published else "--resume", path, *default_grid,
                               *batch, *no_training, *flags])

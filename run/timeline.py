@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import need, read_known, setting
+from core.config import need, positive, read_known, setting
 from run.cli import refuse
 from schedules import SCHEDULES, Costs, Plan, Span, activations_held, bubble, make_plan, simulate
 
@@ -106,7 +106,7 @@ class Flags:
     schedule: str = setting("all", "which one", (*SCHEDULES, "all"))
     pp: int = setting(4, "ranks")
     micro_batches: int = setting(8, "of a step")
-    virtual_stages: int = setting(0, "model chunks per rank; 0: as many as the schedule needs")
+    virtual_stages: int = positive(0, "model chunks per rank; auto: as many as the schedule needs", auto=True)
     group: int = setting(0, "micro-batches per interleaved group; 0: as few as possible")
     costs: str = setting("1,1,1", "times of a rank for F, I and W, for all its model chunks together")
     svg: str = setting("", "write the picture here")
