@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from watch import in_order
 
 import train
-from core import rules
+from core import config, rules
 from core.collectives import ALONE
 from plan import search
 from run import checkpoint, cli, data, generate, job
@@ -42,8 +42,8 @@ from run.ranks import host_group
 
 ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
-ONE = ("--dp -1 --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b --virtual-stages 0 "
-       "--ep 1 --zero 0")  # the grid of one process: else a resumed run has the checkpoint's
+ONE = ("--dp auto --dp-replicate 1 --cp 1 --cp-style allgather --tp 1 --sp on --pp 1 --schedule 1f1b "
+       "--virtual-stages auto --ep 1 --zero 0")  # the grid of one process: else a resumed run has the checkpoint's
 MOE = "--experts 4 --top-k 2 --expert-ffn 24"
 
 
@@ -535,6 +535,24 @@ def test_a_run_json_of_another_version_or_kind_is_named_or_passed_over(trained, 
             with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
                 cli.parse(f"--resume {forged}".split())
             assert cli.resumed_run("auto", str(tmp_path))["step"] == 2
+
+
+def test_a_checkpoint_whose_settings_have_old_names_is_resumed_with_them(trained, tmp_path):
+    """Of every section of run.json that has settings."""
+    old = {new: name for name, new in config.RENAMED.items()}
+    folder = shutil.copytree(trained / "step-000002", tmp_path / "step-000002")
+    run = cli.read_json(folder)
+    for section in cli.SECTIONS:
+        run[section] = {old.get(name, name): value for name, value in run[section].items()}
+    run["settings"] |= {"clip": 0.25, "seq": 9}
+    run["model"] |= {"window": 6, "window_every": 2}
+    (folder / "run.json").write_text(json.dumps(run | {"checksum": cli.checksum_of_json(run)}))
+    now = cli.read_run(folder)
+    assert now["settings"]["grad_clip"] == 0.25 and now["settings"]["seq_len"] == 9
+    assert now["model"]["full_attention_every"] == 2
+    assert not config.RENAMED.keys() & {name for section in cli.SECTIONS for name in now[section]}
+    settings = cli.parse(f"--resume {folder} --window 6 --full-attention-every 2".split())
+    assert (settings.optim.grad_clip, settings.batch.seq_len) == (0.25, 9)
 
 
 def test_a_run_goes_on_in_its_folder_from_anywhere_and_a_copy_of_it_in_none(tokens, tmp_path, monkeypatch):

@@ -182,7 +182,8 @@ def test_help_names_the_setting_that_a_setting_needs():
 
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
-            "seq_len", "global_batch", "mtp_weight", "eval_steps", "timeout"}
+            "seq_len", "global_batch", "mtp_weight", "eval_steps", "timeout", "head_dim", "v_head_dim", "expert_ffn",
+            "virtual_stages", "micro_batch", "lr"}
 
 
 @pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.type in (int, float)
@@ -194,12 +195,51 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
         others, ranks = "--pp 2 --schedule interleaved", 2
     flag, wrong = config.flag(field.name), "1.5" if field.type is int else "soon"
     outside = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)
-    refused = {value: f"^{flag} {field.type(value)}\\b" for value in outside}
-    refused[wrong] = f"^{flag} {wrong}: write a {'whole ' * (field.type is int)}number$"
+    refused = {value: f"^{flag} ({field.type(value)}|{value})\\b" for value in outside}
+    refused[wrong] = f"^{flag} {wrong}: write a {'whole ' * (field.type is int)}number( or auto)?$"
     refused[str(field.metadata["most"] + 1)] = f"^{flag} .*: must be at most "
     for value, says in refused.items():
         assert re.search(says, what_is_said(f"{others} {flag} {value}", ranks))
     assert field.name in POSITIVE or not what_is_said(f"{others} {flag} 0", ranks)
+
+
+AUTO = {"dp", "lr", "min_lr", "warmup", "head_dim", "v_head_dim", "expert_ffn", "virtual_stages", "micro_batch",
+        "separator"}  # besides settings that have auto among their choices
+
+
+@pytest.mark.parametrize("name", sorted(AUTO))
+def test_a_number_that_follows_from_other_settings_is_auto(name):
+    """The number that stands for it in this program is no value of the flag."""
+    field = config.FIELDS[name]
+    assert config.read([config.flag(name), "auto"]) == {name: field.default}
+    assert config.written(name, field.default) == "auto" and config.written(name, 3) == "3"
+    assert "[auto]" in config.make_parser().format_help().partition(config.flag(name) + " ")[2].partition("\n  --")[0]
+    with pytest.raises(ValueError, match=rf"^{config.flag(name)} {field.default}: must be .*, or auto$"):
+        config.read([config.flag(name), str(field.default)])
+
+
+def test_no_other_number_is_auto():
+    assert AUTO == {name for name, field in config.FIELDS.items() if field.metadata["auto"]}
+    with pytest.raises(ValueError, match="^--layers auto: write a whole number$"):
+        config.read(["--layers", "auto"])
+
+
+@pytest.mark.parametrize("old", config.RENAMED)
+def test_an_old_flag_is_refused_by_the_name_that_it_has_now(old):
+    new = config.RENAMED[old]
+    assert old not in config.FIELDS and new in config.FIELDS
+    for words in [config.flag(old), "1"], [f"{config.flag(old)}=1"]:
+        assert what_is_said(" ".join(words)).endswith(f": this flag is called {config.flag(new)} now")
+    if config.FIELDS[new].type is bool:
+        assert what_is_said(f"--no-{config.flag(old)[2:]}").endswith(f" is called --no-{config.flag(new)[2:]} now")
+
+
+@pytest.mark.parametrize("theirs", config.IN_OTHER_TRAINERS)
+def test_a_flag_of_another_trainer_is_refused_by_the_name_of_ours(theirs):
+    ours = config.IN_OTHER_TRAINERS[theirs]
+    assert theirs not in config.FIELDS and theirs not in config.RENAMED and ours in config.FIELDS
+    assert what_is_said(f"{config.flag(theirs)} 1") == (
+        f"{config.flag(theirs)}: unknown flag, see {config.flag(ours)} in --help")
 
 
 def no_values(field) -> list[tuple[list[str], str]]:

@@ -201,7 +201,7 @@ def waits(flags: str) -> list[int]:
     calls = (job, "read", "step"), *((torch.Tensor, name, "wait") for name in READS)
     with (in_order(*calls) as events, patch.object(job, "reads_late", lambda device: True),
           patch.object(cp, "visible_blocks", of_host), Watch(see)):
-        runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator -1 --dtype bf16 --steps 6 "
+        runs.run(f"{MODEL} --data {config.__file__} --vocab 257 --separator auto --dtype bf16 --steps 6 "
                  f"--metrics /dev/null --global-batch 8 {flags}")
     return [step.count("wait") for step in " ".join(events).split("step")[2:-1]]  # but for the first and the last
 
@@ -235,7 +235,7 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""
-    flags = f"{MODEL} --data {__file__} --vocab 257 --separator -1 --dtype fp32 --attention math --global-batch 4"
+    flags = f"{MODEL} --data {__file__} --vocab 257 --separator auto --dtype fp32 --attention math --global-batch 4"
     settings, groups, model, optimizer, share = runs.first_step(f"{flags} --recompute {recompute}")
     with Meter(memory=False) as meter:
         train.forward_backward(model, optimizer, share, groups)

@@ -967,7 +967,7 @@ def auto(flags: str, ranks: int, machine: Machine) -> tuple[config.Config, str]:
 
 def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     """What a flag gives is not changed, unless it says that nothing is given."""
-    settings, reason = auto(f"{MODEL} --dp -1 --micro-batch 0", 16, MACHINES["h100"])
+    settings, reason = auto(f"{MODEL} --dp auto --micro-batch auto", 16, MACHINES["h100"])
     found, _ = searched()
     best, second, *_ = found
     assert reason.startswith(f"{search.describe(settings)}: of {len(found)} settings ")
