@@ -228,7 +228,7 @@ def errs_as_one_process_does(pool: Pool, ranks: int, grid: str) -> None:
 @lru_cache(maxsize=32)  # a random grid has a truth of its own
 def alone(flags: str) -> tuple[dict, dict[str, float]]:
     """The truth in fp64 of what a run in fewer bits computes, and how far one process is from it."""
-    want = truth(re.sub(r"--(dtype|fp8|moments) \S+ ?", "", flags), steps=1)
+    want = truth(re.sub(r"--(dtype|fp8|moments-dtype) \S+ ?", "", flags), steps=1)
     return want, errors([grids.run(flags, last=1)], want)
 
 
