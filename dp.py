@@ -1,90 +1,174 @@
-"""Data parallelism: every rank has the whole model and its own tokens; gradients are summed over the ranks.
+"""Data parallelism: every rank has a copy of the model and its own part of the batch; gradients are summed over ranks.
+
+One backward pass through a model of six layers. g6: the backward of layer 6, which computes the gradient of its
+weights. R6: the all-reduce of that gradient. R654: one all-reduce of three gradients. Time runs to the right.
+
+    naive            compute    g6 g5 g4 g3 g2 g1
+                     network                      R6 R5 R4 R3 R2 R1      backward hides nothing
+
+    per parameter    compute    g6 g5 g4 g3 g2 g1
+                     network       R6 R5 R4 R3 R2 R1                     each small message pays the full latency
+
+    in buckets       compute    g6 g5 g4 g3 g2 g1
+                     network             R654     R321                   few large messages
+
+The idea: a gradient of the global batch is the sum of the ranks' gradients of their own parts. This sum can start as
+soon as a gradient is complete, while backward computes the others. A bucket is a flat buffer with the gradients of many
+parameters, which one collective reduces.
+
+Symbols: n ranks of the data axis. P parameters. This axis is "dp", which includes the context parallel ranks; the data
+axis of experts is "edp" (core/groups.py). A unit is the embedding, a block, or the head.
 
 Saves: time. n ranks compute n times as many sequences per step.
-Costs: 2 (n-1)/n P elements sent per rank and step, for P parameters, independent of the batch size.
-Stops helping when: the reduction takes longer than the backward it is hidden under, or larger batches save no steps.
+Costs: 2 (n-1)/n P elements sent per rank and step. The size of the batch does not matter.
+Stops helping when: the reduction takes longer than the backward that hides it, or a larger batch saves no steps.
 
-The reduction of a gradient can start as soon as the gradient is complete. One step of a model of six layers over time
-(g: backward of a layer; R: all-reduce of its gradients, which runs on the network while backward continues):
-
-    naive           g6 g5 g4 g3 g2 g1 R6 R5 R4 R3 R2 R1        no overlap
-    per parameter   g6 g5 g4 g3 g2 g1
-                       R6 R5 R4 R3 R2 R1                       each small message pays full latency
-    bucketed        g6 g5 g4 g3 g2 g1
-                             R654     R321                     layers share a flat buffer, and its reduction
-
-Which parameters share a bucket follows from their order in the model, never from the order in which gradients are
-computed: all ranks must reduce the same buffers, in the same order. A bucket knows how many gradients it gets per step;
-the last one starts its reduction. So there is one per step, and no flag (`no_sync`) on all other micro-batches.
-
-One loss, one scale. Every rank divides the *sum* of its token losses by the number of valid tokens in the *global*
-batch, and every reduction is a plain sum. A mean of means would give tokens of ranks that have few a larger weight.
+Easily got wrong:
+- The scale. Every rank divides the *sum* of the losses of its tokens by the number of tokens of *all* ranks, and every
+  reduction is a plain sum. A mean of the ranks' means would give the tokens of ranks with few tokens a larger weight.
+- Micro-batches. A gradient is complete after the last micro-batch of a step. An all-reduce of `.grad` after each one
+  would send more, and would sum earlier micro-batches over the ranks again. DistributedDataParallel has `no_sync` for
+  this. A Bucket counts gradients instead.
+- The order. All ranks must reduce the same buffers in the same order. So the order of the parameters in the model says
+  which of them share a bucket, never the order in which their gradients were computed.
 
 Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training, sections 3.2 and 4.2.
-Shapes: n ranks of the data axis ("dp", which includes context parallel ranks; of experts "edp"), P parameters.
 """
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from core.collectives import Group, Groups, Pending, all_reduce, run_demo, sent
+from core.collectives import Group, Groups, Pending, all_reduce, calls, run_demo, sent
 from core.gradients import attach_sink
 from core.param import Spec, acc_dtype, most_elements, parameter
 
-Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> units (embedding, blocks, head) in forward order
+MicroBatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) of each micro-batch
+LossSum = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum of the losses of their tokens
+Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> the units of each, in the order of forward
+
+
+# ---- the plain version: reduce after backward -----------------------------------------------------------------------
+
+def naive_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatches, tokens: int, group: Group) -> None:
+    """Compute the gradient of a step, the same on every rank, into `.grad` of the parameters.
+
+    micro_batches: of this rank. tokens: how many tokens the micro-batches of all ranks have together.
+    """
+    model.zero_grad()
+    for inputs, targets in micro_batches:
+        loss = loss_sum(model(inputs), targets) / tokens
+        loss.backward()
+    for param in model.parameters():
+        all_reduce(param.grad, group)
+
+
+# ---- per parameter: reduce each gradient as soon as it is complete --------------------------------------------------
+
+def overlapped_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatches, tokens: int,
+                    group: Group) -> None:
+    """Compute the same as naive_step. Changed: hooks start the all-reduces during the last backward.
+
+    A hook is called when `.grad` of its parameter is complete. The all-reduce is asynchronous, so backward goes on. The
+    last line of naive_step becomes a wait.
+    """
+    reductions: list[Pending] = []
+
+    def start_reduction(param: nn.Parameter) -> None:
+        reductions.append(all_reduce(param.grad, group, async_op=True))
+
+    model.zero_grad()
+    hooks = []
+    for number, (inputs, targets) in enumerate(micro_batches, 1):
+        loss = loss_sum(model(inputs), targets) / tokens
+        if number == len(micro_batches):
+            hooks = [param.register_post_accumulate_grad_hook(start_reduction) for param in model.parameters()]
+        loss.backward()
+    for reduction in reductions:
+        reduction.wait()
+    for hook in hooks:
+        hook.remove()
+
+
+# ---- in buckets: reduce many gradients at once ----------------------------------------------------------------------
+
+def bucketed_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatches, tokens: int,
+                  buckets: "Iterable[Bucket]") -> None:
+    """Compute the same as naive_step, into buckets. Changed: hooks start an all-reduce when a bucket is complete.
+
+    The gradient of a parameter is then `bucket.main_grad(param)`; its `.grad` is None. train.py has the same three
+    calls, around the backward passes of a pipeline.
+    """
+    for bucket in buckets:
+        bucket.begin_step(len(micro_batches))
+    for inputs, targets in micro_batches:
+        loss = loss_sum(model(inputs), targets) / tokens
+        loss.backward()  # calls bucket.ready(param) for each parameter, by a hook
+    for bucket in buckets:
+        bucket.finish_step()
 
 
 class Bucket:
-    """Parameters that are reduced together, and the flat buffer of their gradients, in at least fp32.
+    """Parameters that are reduced together, and the flat buffer of their gradients, which has at least fp32.
 
-    A backward adds a gradient to main_grad(param), then calls ready(param): core/gradients.py calls such an object a
-    sink. The last gradient of a step starts the reduction, and finish_step waits for it.
-    params: parameter -> gradients per micro-batch, in the order of the buffer; all share one data axis.
+    A bucket is the *sink* of its parameters (core/gradients.py): every backward pass adds the gradient of a parameter
+    to main_grad(param), then calls ready(param). The bucket counts these calls. The last one of a step starts the
+    reduction, and finish_step waits for it.
+
+    params: parameter -> how many gradients it gets per micro-batch, in the order of the buffer. All have one data axis.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups):
-        self.params, self.grads_per_micro_batch = list(params), sum(params.values())
+        self.params = list(params)
+        self.grads_per_micro_batch = sum(params.values())
         first = self.params[0]
-        self.groups, self.group = groups, groups[first.spec.data_axis]
-        self.name, self.device, self.acc_dtype = first.spec.name, first.device, acc_dtype(first.dtype)
-        self.numel, self.offset = 0, {}
+        self.name = first.spec.name
+        self.device = first.device
+        self.acc_dtype = acc_dtype(first.dtype)
+        self.groups = groups
+        self.group = groups[first.spec.data_axis]
+        self.numel = 0  # elements of the buffer
+        self.offset: dict[nn.Parameter, int] = {}  # where each parameter begins in it
         for param in self.params:
             self.offset[param] = self.numel
-            # Not param.numel(): tp ranks sum parts of this buffer (norms'), but may have unequal parts of a vocabulary.
+            # Not param.numel(). Tensor parallel ranks also sum parts of this buffer, the gradients of norms. So it must
+            # have the same layout on all of them, but their parts of a vocabulary may have different sizes.
             self.numel += most_elements(param.spec, groups)
             attach_sink(param, self)
-        self.grad: Tensor | None = None
+        self.grad: Tensor | None = None  # the buffer, allocated when it is first needed
         self.missing = 0  # gradients that are still to come in this step
         self.reducing: Pending | None = None  # the reduction, while it is running
 
     def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
-        """The slice of a flat tensor that belongs to one parameter, in the parameter's shape."""
+        """Return the slice of a flat tensor that belongs to one parameter, in the parameter's shape."""
         return flat[self.offset[param]:self.offset[param] + param.numel()].view(param.shape)
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def begin_step(self, micro_batches: int) -> None:
+        """Zero the buffer, and expect the gradients of so many micro-batches."""
         self.missing = self.grads_per_micro_batch * micro_batches
         assert self.missing > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
         if self.grad is not None:
             self.grad.zero_()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
+        """Return the part of the buffer to which the gradient of `param` is added."""
         if self.grad is None:
             self.grad = self.zeros(self.numel, self.acc_dtype)
         return self.view(self.grad, param)
 
     def ready(self, param: nn.Parameter) -> None:
+        """Count a gradient that has been added. After the last one of the step, start the reduction."""
         self.missing -= 1
         assert self.missing >= 0, f"{param.spec.name}: more backward passes than the step was begun with"
         if self.missing == 0:
             self.start_reduction()
 
     def start_reduction(self) -> None:
-        """Start to sum the gradient over the ranks. Backward goes on meanwhile."""
+        """Start to sum the gradients over the ranks. Backward goes on meanwhile."""
         self.reducing = all_reduce(self.grad, self.group, async_op=True)
 
     def finish_step(self) -> None:
@@ -97,52 +181,98 @@ class Bucket:
         assert self.missing == 0, f"{self.name} and {len(self.params) - 1} more wait for {self.missing} gradients"
 
 
+# ---- which parameters share a bucket --------------------------------------------------------------------------------
+
 def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                       kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
-    """The parameters of each bucket -> gradients per micro-batch. A bucket is filled with parameters of consecutive
-    units of one stage, of one kind and data axis, and closed when it has bucket_mb of gradients (0: after each unit).
-    Sizes are those of the tp rank that has most, so that all have the same buckets. A parameter of several units, or of
-    several pipeline ranks (by "tie": of the first and the last), is alone: its bucket is the same on all."""
-    units_with = Counter(param for modules in units.values() for unit in modules for param in unit.parameters())
-    # One gradient per stage: autograd adds up those of its units, and parameters() of all of them lists it once.
-    stages_with = Counter(param for modules in units.values() for param in nn.ModuleList(modules).parameters())
+    """Return the parameters of each bucket, each parameter with its number of gradients per micro-batch.
+
+    A bucket has the parameters of consecutive units of one pipeline stage that agree in data axis and kind(spec). It is
+    closed after the unit with which its gradients reach bucket_mb megabytes. With bucket_mb = 0 every unit has its own
+    buckets. kind: separates parameters with different optimizers; zero.py passes Muon's.
+
+    All ranks that reduce a bucket together must have the same bucket:
+    - Tensor parallel ranks may have unequal parts of a vocabulary. The largest part counts.
+    - A parameter that several units use, or that the first and the last pipeline rank share (a tied embedding, axis
+      "tie"), has a bucket of its own.
+    """
+    units_with: Counter[nn.Parameter] = Counter()  # parameter -> how many units use it
+    stages_with: Counter[nn.Parameter] = Counter()  # parameter -> how many stages use it
+    for modules in units.values():
+        for unit in modules:
+            units_with.update(unit.parameters())
+        stages_with.update(nn.ModuleList(modules).parameters())  # has each parameter of the stage once
+
     shared = {param for param in units_with if units_with[param] > 1 or "tie" in param.spec.along}
     buckets = [[param] for param in units_with if param in shared]
     for modules in units.values():
-        filling: dict[Hashable, list[nn.Parameter]] = {}  # data axis, kind -> the bucket to which units are added
+        open_buckets: dict[Hashable, list[nn.Parameter]] = {}  # (data axis, kind) -> parameters so far
         for unit in modules:
             for param in unit.parameters():
                 if param not in shared:
-                    filling.setdefault((param.spec.data_axis, kind(param.spec)), []).append(param)
-            for alike, params in list(filling.items()):
-                size = sum(most_elements(param.spec, groups) * acc_dtype(param.dtype).itemsize for param in params)
-                if size >= bucket_mb * 1e6:
-                    buckets.append(filling.pop(alike))
-        buckets += filling.values()
+                    key = param.spec.data_axis, kind(param.spec)
+                    open_buckets.setdefault(key, []).append(param)
+            for key, params in list(open_buckets.items()):
+                if gradient_bytes(params, groups) >= bucket_mb * 1e6:
+                    buckets.append(open_buckets.pop(key))
+        buckets += open_buckets.values()
+    # A parameter gets one gradient per stage: autograd adds up the gradients of all its uses in one backward pass.
     return [{param: stages_with[param] for param in params} for params in buckets]
+
+
+def gradient_bytes(params: Iterable[nn.Parameter], groups: Groups) -> int:
+    """Return the bytes of the gradients of these parameters, on the tensor parallel rank that has most of each."""
+    return sum(most_elements(param.spec, groups) * acc_dtype(param.dtype).itemsize for param in params)
 
 
 # ---- demo: python dp.py ---------------------------------------------------------------------------------------------
 
+WIDTH, LAYERS = 64, 6
+
+
+def make_model() -> nn.Sequential:
+    """Six linear layers, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(LAYERS)])
+    for number, layer in enumerate(model, 1):
+        layer.weight = parameter(Spec(f"{number}", (WIDTH, WIDTH)), {}, torch.float64)
+        layer.weight.data = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+    return model
+
+
 def demo(group: Group) -> None:
-    for way, bucket_mb in ("per parameter", 0), ("bucketed", 0.09):
+    x = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)[None] * (group.rank + 1)  # each rank has other inputs
+    batch = x.requires_grad_(), x.detach().flip(1)
+    step = dict(loss_sum=lambda y, targets: (y - targets).square().sum(), micro_batches=[batch], tokens=group.size)
+    lines, gradients = [], {}
+    for way in ("naive", "per parameter", "in buckets"):
+        model = make_model()
+        begun = []  # bytes, when the backward of a layer begins
+        for layer in model:
+            layer.register_full_backward_pre_hook(lambda *_, begun=begun: begun.append(sent[group.axis]))
         sent.clear()
-        layers, events = [parameter(Spec(f"{i}", (64, 64)), {}, torch.float64) for i in range(1, 7)], []
-        units = {0: [nn.ParameterList([weight]) for weight in layers]}
-        buckets = [Bucket(params, {"dp": group}) for params in assign_to_buckets(units, bucket_mb, {})]
-        for weight in layers:  # this hook runs after the bucket's
-            weight.register_post_accumulate_grad_hook(
-                lambda weight, events=events: events.append(f"g{weight.spec.name} {sent[group.axis]:7,}"))
-        for bucket in buckets:
-            bucket.begin_step(micro_batches=1)
-        x = torch.ones(1, 64, dtype=torch.float64)
-        for weight in layers:
-            x = x @ weight
-        x.sum().backward()
-        for bucket in buckets:
-            bucket.finish_step()
-        if group.rank == 0:
-            print(f"{way:13s}", *events, "bytes sent, or being sent", sep="  ")
+        calls.clear()
+        if way == "in buckets":
+            assigned = assign_to_buckets({0: list(model)}, bucket_mb=3 * WIDTH**2 * 8 / 1e6, groups={})
+            buckets = [Bucket(params, {"dp": group}) for params in assigned]
+            bucketed_step(model, buckets=buckets, **step)
+            gradients[way] = [param.sink.main_grad(param) for param in model.parameters()]
+        else:
+            train_step = naive_step if way == "naive" else overlapped_step
+            train_step(model, group=group, **step)
+            gradients[way] = [param.grad for param in model.parameters()]
+        columns = [f"{nbytes:9,}" for nbytes in (*begun, sent[group.axis])]
+        lines.append(f"{way:13s}{''.join(columns)}{calls[group.axis]:10}")
+    for others in gradients.values():
+        torch.testing.assert_close(others, gradients["naive"], rtol=1e-12, atol=0)
+    if group.rank == 0:
+        print(f"{LAYERS} layers of {WIDTH} x {WIDTH} weights in fp64, {group.size} ranks. "
+              "Bytes that rank 0 has begun to send\nwhen the backward of a layer begins, and at the end:\n")
+        print(" " * 13 + "".join(f"  layer {number}" for number in range(LAYERS, 0, -1)) + "      end  messages")
+        print(*lines, sep="\n")
+        print("\nAll three compute the same gradients and send the same bytes. Backward can hide a message that begins "
+              "before\nits last layer, layer 1: none of the naive ones, 5 of 6, or 1 of 2. Of a model of 99 layers in "
+              "buckets of 3\nit can hide 32 of 33.")
 
 
 if __name__ == "__main__":
