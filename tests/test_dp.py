@@ -1,4 +1,4 @@
-"""Buckets: what is in them, and how much is sent; tests/test_zero.py shows when."""
+"""Data parallelism in three ways; what is in a bucket, and how much is sent. tests/test_zero.py shows when."""
 import contextlib
 import io
 import re
@@ -13,7 +13,7 @@ from watch import in_order
 
 import dp
 from core.collectives import ALONE
-from core.param import Spec
+from core.param import Spec, parameter
 from dp import Bucket, assign_to_buckets
 from run import dryrun
 
@@ -87,17 +87,87 @@ def test_a_bucket_is_sent_by_its_last_gradient_before_backward_ends():
                       "layers.0", "send layers.0", "finish"]
 
 
+# ---- naive, per parameter, in buckets --------------------------------------------------------------------------------
+
+def make_model() -> nn.Sequential:
+    """Two layers with a nonlinearity between them."""
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7, device="meta"), nn.Tanh(), nn.Linear(7, 3, device="meta"))
+    for name, shape in (("0.weight", (7, 5)), ("0.bias", (7,)), ("2.weight", (3, 7)), ("2.bias", (3,))):
+        param = parameter(Spec(name, shape), {}, torch.float64)
+        param.data = torch.randn(shape, generator=generator, dtype=torch.float64)
+        layer, attribute = name.split(".")
+        setattr(model[int(layer)], attribute, param)
+    return model
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two micro-batches of a rank: the ranks have different numbers of rows, and so have the micro-batches."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [(torch.randn(rows, 5, generator=generator, dtype=torch.float64),
+             torch.randn(rows, 3, generator=generator, dtype=torch.float64)) for rows in (1 + rank, 4)]
+
+
+def rows_of(ranks: int) -> int:
+    return sum(len(inputs) for rank in range(ranks) for inputs, _ in batches(rank))
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().sum()
+
+
+STEPS = {"naive": dp.naive_step, "per parameter": dp.overlapped_step, "in buckets": dp.bucketed_step}
+
+
+def trained(way: str) -> list[list[torch.Tensor]]:
+    """The gradients of three steps of SGD, then the weights."""
+    group, model = grids.everyone(), make_model()
+    params, found = list(model.parameters()), []
+    settings = dict(group=group)
+    if way == "in buckets":
+        buckets = [Bucket(assigned, {"dp": group}) for assigned in assign_to_buckets({0: list(model)}, 1, {})]
+        settings = dict(buckets=buckets)
+    for _ in range(3):
+        STEPS[way](model, squares, batches(group.rank), rows_of(group.size), **settings)
+        grads = [param.sink.main_grad(param) if param.sink else param.grad for param in params]
+        found.append([grad.clone() for grad in grads])
+        with torch.no_grad():
+            for param, grad in zip(params, grads):
+                param.sub_(grad, alpha=0.1)
+    return [*found, [param.detach() for param in params]]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("way", STEPS)
+def test_each_way_trains_as_one_process_does(pool, way, ranks):
+    """With all rows in one batch, and torch's own mean over them."""
+    model = make_model()
+    rows = [batch for rank in range(ranks) for batch in batches(rank)]
+    inputs, targets = (torch.cat(part) for part in zip(*rows))
+    optimizer, want = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (3 * nn.functional.mse_loss(model(inputs), targets)).backward()  # torch's mean is over the 3 columns, too
+        want.append([param.grad.clone() for param in model.parameters()])
+        optimizer.step()
+    want.append([param.detach() for param in model.parameters()])
+    for found in pool.run(ranks, "test_dp:trained", way=way):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
 def demo() -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         dp.demo(grids.everyone())
     return printed.getvalue()
 
 
-def test_the_demo_sends_each_gradient_or_three_together_as_soon_as_they_are_complete(pool):
+def test_the_demo_shows_when_each_way_begins_to_send(pool):
+    """Before the backward of layers 6 to 1 and at the end: so many layers' gradients, in so many messages."""
     first, *others = pool.run(3, "test_dp:demo")
     nbytes = 2 * 2 * 64 * 64 * 8 // 3  # of one layer, all-reduced by 3 ranks
-    for line, sent in zip(first.splitlines(), ((1, 2, 3, 4, 5, 6), (0, 0, 3, 3, 3, 6)), strict=True):
-        found = re.findall(r"g(\d) +([\d,]+)", line)
-        assert [name for name, _ in found] == list("654321")
-        assert [int(count.replace(",", "")) for _, count in found] == pytest.approx([n * nbytes for n in sent], abs=6)
+    for way, sent, messages in (("naive", [0, 0, 0, 0, 0, 0, 6], 6), ("per parameter", [0, 1, 2, 3, 4, 5, 6], 6),
+                                ("in buckets", [0, 0, 0, 3, 3, 3, 6], 2)):
+        line, = re.findall(f"^{way} +([\\d, ]+)$", first, re.MULTILINE)
+        *found, count = (int(number.replace(",", "")) for number in line.split())
+        assert found == pytest.approx([n * nbytes for n in sent], abs=6) and count == messages, way
     assert not any(others)
