@@ -1,52 +1,66 @@
-"""ZeRO: shard optimizer state, gradients and weights over the data parallel ranks. Level 0 is plain data parallelism.
+"""ZeRO: data parallel ranks shard the optimizer state, at level 2 also gradients, at level 3 also weights.
 
-Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
-Costs: elements sent per step, see the table, times (n-1)/n: gradients in fp32, or as --reduce-dtype says, weights in
-       their own dtype. (Level 3 gathers embedding and head at most once per micro-batch, not twice: see UnitWeights.)
-Stops helping when: activations fill the memory; at levels 2 and 3, a micro-batch is too small to hide its collectives.
+What each of n = 4 ranks holds of P parameters, and which collectives it calls per step of A micro-batches. Level 0 is
+plain data parallelism (dp.py). Level 3 is what PyTorch calls FSDP.
 
-What each rank holds of one bucket of dp.py on n = 4 ranks, and sends:
+    level   weights   gradient   optimizer state   elements sent
+    0       ████      ████       ████              2P        all-reduce of the gradient
+    1       ████      ████       █                 2P        reduce-scatter of the gradient, all-gather of the weights
+    2       ████      █          █                 (A+1)P    a reduce-scatter per micro-batch, one all-gather
+    3       █         █          █                 3AP       a reduce-scatter and two all-gathers per micro-batch
 
-    level   weights   gradients   master, m, v
-    0       ████      ████        ████            2P        all-reduce of gradients per step
-    1       ████      ████        █               2P        reduce-scatter of gradients, all-gather of weights per step
-    2       ████      █           █               (A+1)P    reduce-scatter per micro-batch, all-gather per step
-    3       █         █           █               3AP       reduce-scatter and two all-gathers per micro-batch
+The idea: an all-reduce is a reduce-scatter and then an all-gather. ZeRO puts the update between the two. Each rank sums
+one shard of the gradient, updates this shard of the weights, and sends it to the others. So each rank needs the
+optimizer state of its shard only. Levels 2 and 3 keep less between these moments, and communicate more often.
 
-What a rank has in the course of a step, the whole bucket or only its own shard:
+When a rank has a whole tensor, and when only its shard of it:
 
-    tensor            when                      level 0   level 1     level 2     level 3
-    weights           between steps             whole     whole       whole       shard
-                      forward and backward      whole     whole       whole       whole while their unit runs
-                      update                    whole     shard (a)   shard (a)   shard
-    gradient          between steps, forward    whole     whole       shard       shard
-                      backward                  whole     whole       both (b)    both (b)
-                      update                    whole     shard (c)   shard       shard
-    optimizer state   always                    whole     shard       shard       shard
+    tensor            when                     level 0   level 1     level 2     level 3
+    weights           between steps            whole     whole       whole       shard
+                      forward and backward     whole     whole       whole       whole while their unit runs
+                      update                   whole     shard (a)   shard (a)   shard
+    gradient          between steps, forward   whole     whole       shard       shard
+                      backward                 whole     whole       both (b)    both (b)
+                      update                   whole     shard (c)   shard       shard
+    optimizer state   always                   whole     shard       shard       shard
 
     (a) The update changes this shard. An all-gather, which runs under the next forward, then makes the weights whole.
     (b) The gradient of a micro-batch is whole until it is reduced. The result is added to the shard.
     (c) The whole gradient keeps its memory, but only this shard of it is summed over the ranks.
 
-The data parallel ranks are shards x replicas. Level 0 is one shard on n replicas. Levels 1 to 3 are n shards. Hybrid
-sharding is n shards on each of r replicas, which add up their shards of the gradients (2P/n more, times (r-1)/r).
+Where to read: PlainLevel1 is level 1 in its simplest form. Everything else changes a line of it:
 
-A level answers three questions about a bucket:
+    buckets           The collectives run under backward and forward.                             ShardedBucket
+    hybrid sharding   Shards on the ranks of one replica, whose sums are added over replicas.     ShardedBucket
+    reduce dtype      Gradients are sent and summed over ranks in 16 bits.                        ShardedBucket
+    level 2           Each micro-batch's gradient is reduced at once, then freed.                 Level2Bucket
+    level 3           Weights are gathered before each use, then freed.                           Level3Bucket
+    prefetch          The weights of the next unit are gathered while this one runs.              UnitWeights
+    offload           The host keeps the optimizer state and updates it.                          StateOnDevice
+    Muon              Matrices are updated whole, each by one rank.                               Optimizer
+    clipping          Norm, clip and loss scale of a gradient of which a rank has a shard.        Optimizer
 
-    is_sharded      Is it cut into shards?                                             levels 1, 2, 3
-    frees_grad      Is its gradient reduced after every micro-batch, and then freed?   levels 2, 3
-    frees_weights   Are its weights whole only while a unit uses them?                 level 3
+Symbols: n ranks of the data axis ("dp", of experts "edp": core/groups.py). P parameters. A micro-batches per step. A
+unit is the embedding, a block, or the head. A bucket has the parameters of one or more units (dp.py).
 
-Overlap: reductions run under backward, but the last; all-gathers of levels 1 and 2 under the next forward, of level 3
-         under the unit before. Not hidden: a forward's first and, at level 3, that of a backward without the head.
-Memory:  levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights.
-         More is held by afab and dualpipev (the head's weights, and the block's before it, until the head's backward),
-         split backwards (a bucket's gradient until its weight gradients are computed), a tied table (its gradient
-         until the second backward), Muon at level 2 (all norms' gradients), and by levels 0 and 1 with --reduce-dtype
-         bf16 (all gradients in 16 bits, too, until finish_step).
+Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
+Costs: the elements of the table times (n-1)/n. Gradients are sent in fp32 or --reduce-dtype, weights in their dtype.
+       Level 3 gathers the embedding and the head once per micro-batch, not twice (see UnitWeights).
+       Hybrid sharding over r replicas of n ranks sends 2P/n (r-1)/r more.
+Stops helping when: activations fill the memory; at levels 2 and 3, a micro-batch is too small to hide its collectives.
+
+Which collectives are not hidden under computation:
+- the last reduction of a backward;
+- the first all-gather of a forward and, at level 3, the first of a backward on a pipeline stage without the head.
+
+Levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights, except:
+- afab and dualpipev keep the head's weights, and the weights of the block before it, until the head's backward;
+- a split backward (zero-bubble schedules) keeps a bucket's gradient until its weight gradients are computed;
+- a tied table keeps its gradient until its second backward;
+- Muon at level 2 puts all norms into one bucket, which keeps its gradient until the last of them.
+Levels 0 and 1 with --reduce-dtype bf16 hold a second, 16-bit copy of all gradients until finish_step.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
-Shapes: n ranks of the data axis, P parameters, A micro-batches per step; a unit: embedding, a block, or head.
 """
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -61,196 +75,180 @@ from dp import Bucket, Units, assign_to_buckets
 from muon import Muon, kind_of
 from optimizers import UPDATE_RULES, LossScale, Parts, StepScalars, UpdateRule
 
-
-class Span(NamedTuple):
-    """Elements start..stop of a bucket's flat tensors: parameters that are treated alike. spec: the first one's."""
-    start: int
-    stop: int
-    spec: Spec
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def treatment(spec: Spec) -> tuple:
-    """What finish_step (partial_axes), the norm (replicated_axes) and the update rule (decay) treat differently.
+# ---- the plain version: level 1 of one flat buffer ------------------------------------------------------------------
 
-    A bucket is sorted by it. Inside a span parameters keep the order of the model. So wq, wk and wv stay neighbours
-    (if tp <= K), and one matmul adds to all three gradients.
+class PlainLevel1:
+    """Level 1 of a whole model in one flat buffer, with any optimizer of torch that treats each element by itself.
+
+        optimizer = PlainLevel1(model.parameters(), group, lambda shard: torch.optim.AdamW(shard, lr=1e-3))
+        loss.backward()      # per micro-batch: the sum over this rank's tokens, divided by the tokens of all ranks
+        optimizer.step()     # all ranks have the same new weights
+
+    All ranks begin with the same weights.
     """
-    return spec.partial_axes, spec.replicated_axes, not spec.decay
+
+    def __init__(self, params: Sequence[nn.Parameter], group: Group, make_optimizer: MakeOptimizer):
+        params, self.group = list(params), group
+        length = -(-sum(param.numel() for param in params) // group.size)  # of a shard; the last one has padding
+        own = slice(group.rank * length, (group.rank + 1) * length)
+
+        self.weights = params[0].new_zeros(group.size * length)  # whole, on every rank
+        self.grad = torch.zeros_like(self.weights)  # whole: backward adds to all of it
+        start = 0
+        for param in params:
+            stop = start + param.numel()
+            self.weights[start:stop] = param.detach().flatten()
+            param.data = self.weights[start:stop].view(param.shape)
+            param.grad = self.grad[start:stop].view(param.shape)
+            start = stop
+
+        self.weight_shard = nn.Parameter(self.weights[own])  # a view of `weights`
+        self.weight_shard.grad = self.grad[own]
+        self.optimizer = make_optimizer([self.weight_shard])  # its state has the size of the shard
+
+    def step(self) -> None:
+        reduce_scatter(self.weight_shard.grad, self.grad, self.group)
+        self.optimizer.step()
+        all_gather(self.weights, self.weight_shard.detach(), self.group)
+        self.grad.zero_()
 
 
-def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
-    return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
-
-
-def find_spans(bucket: Bucket) -> list[Span]:
-    spans: list[Span] = []
-    for param in bucket.params:
-        start = bucket.offset[param]
-        stop = start + most_elements(param.spec, bucket.groups)
-        if spans and treatment(spans[-1].spec) == treatment(param.spec):
-            spans[-1] = spans[-1]._replace(stop=stop)
-        else:
-            spans.append(Span(start, stop, param.spec))
-    return spans
-
-
-class StateOnDevice:
-    """Keeps the optimizer state of a bucket on its device. run/offload.py's OffloadedState has the same methods."""
-
-    def __init__(self, bucket: "ShardedBucket"):
-        self.device = bucket.device
-
-    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(length, dtype=dtype, device=self.device)
-
-    def copy_grad(self, grad: Tensor) -> Pending:
-        """Start to copy the gradient to where the state is, for an update. Here it is there already."""
-        return done(grad)
-
-    def copy_weights(self, master: Tensor, weight_shard: Tensor) -> None:
-        """Round the master weights to the weights' dtype, after an update. The two may be one tensor."""
-        if master is not weight_shard:
-            weight_shard.copy_(master)
-
+# ---- buckets: levels 0 and 1, hybrid sharding, reduce dtype ---------------------------------------------------------
 
 class ShardedBucket(Bucket):
-    """The weights, gradient and optimizer state of a bucket, in flat tensors:
+    """The weights, gradient and optimizer state of one bucket at levels 0 and 1. Levels 2 and 3 are its subclasses.
+
+    Flat tensors:
 
                           whole, `numel` elements   this rank's shard
-        weights           weights                   weight_shard, a view of `weights`; at level 3 a tensor of its own
-        gradient          grad                      grad_shard, a view of `grad`; at levels 2 and 3 a tensor of its own
-        optimizer state                             state: name -> tensor; "master", and the moments in rule_state
+        weights           weights                   weight_shard, a view of `weights`
+        gradient          grad                      grad_shard, a view of `grad`
+        optimizer state                             state: name -> tensor; "master" weights, and moments (rule_state)
 
-    Of Bucket: `offset`, where each parameter begins; acc_dtype, fp32 or fp64. `numel` is padded here.
-    shard: this rank's slice of a whole tensor. shards: the ranks that have different shards. replicas: the ranks that
-    have the same shard. last_started: process group -> the bucket that started a reduction on it last; all buckets
-    share this dict.
+    What PlainLevel1.step does in a row is divided:
+
+        reduce_scatter     start_reduction, when backward has added the bucket's last gradient; continue_reduction and
+                           finish_step wait for it
+        optimizer.step     Optimizer.step, which calls update_weights
+        all_gather         update_weights starts it; unshard, before the next forward of a unit, waits for it
+        grad.zero_         begin_step
+
+    Besides, gradients and optimizer state are in at least fp32 (acc_dtype). Weights in 16 bits have master weights.
+
+    The data parallel ranks are shards x replicas: the ranks with different shards of this bucket, times the ranks with
+    the same shard.
+
+        level 0              1 shard on n replicas
+        levels 1 to 3        n shards, 1 replica of each
+        hybrid sharding      n shards, r replicas of each, on n r ranks
+
+    shards, replicas: this rank's groups of these.
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype.
+    offload: run/offload.py's OffloadedState, or None.
+    last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
     """
+    frees_grad = False  # level 2: `grad` exists only from a micro-batch's first gradient to its reduction
+    frees_weights = False  # level 3: `weights` have memory only while a unit uses them
 
-    def __init__(self, params: dict[nn.Parameter, int], groups: Groups, *, level: int, rule_state: tuple[str, ...],
-                 moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+    def __init__(self, params: dict[nn.Parameter, int], groups: Groups, shards: Group, replicas: Group, *,
+                 rule_state: tuple[str, ...], moments_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
                  offload: Callable | None, last_started: dict):
         super().__init__(sorted_by_treatment(params), groups)
         self.spans = find_spans(self)
-        self.reduce_dtype, self.last_started = reduce_dtype or self.acc_dtype, last_started
-
-        # Shards. With hybrid sharding the data axis is the ranks of one replica. "replicate" is the ranks with the same
-        # shard.
-        self.shards, self.replicas = (self.group, groups["replicate"]) if level else (ALONE, self.group)
-        self.level = level if self.shards.size > 1 else 0  # one shard is no sharding
+        self.shards, self.replicas = shards, replicas
+        self.reduce_dtype = reduce_dtype or self.acc_dtype
+        self.last_started = last_started
         self.numel = padded_elements(self.numel, self.shards.size)  # the padding is in no span
-        length, dtype = self.numel // self.shards.size, self.params[0].dtype
+        length = self.numel // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
 
-        # Weights.
-        self.weights = self.zeros(self.numel, dtype)
-        for param in self.params:
-            # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
-            param.data = self.view(self.weights, param)
-        self.weight_shard = self.zeros(length, dtype) if self.frees_weights else self.weights[self.shard]
+        self.allocate_weights(length)
         self.unsharding = done(self.weights)  # the last all-gather
-        self.users = 0  # calls of `unshard` less calls of `reshard`: with afab many micro-batches use the head at once
-        if self.frees_weights:
-            self.free_weights()
 
-        # Optimizer state.
         self.store = offload(self) if offload else StateOnDevice(self)
-        needs_master = dtype != self.acc_dtype or offload is not None  # else the weights are their own master weights
+        needs_master = self.weights.dtype != self.acc_dtype or offload is not None
         self.master = self.store.zeros(length, self.acc_dtype) if needs_master else self.weight_shard
         self.state = {"master": self.master}
         for name in rule_state:
             self.state[name] = self.store.zeros(length, moments_dtype or self.acc_dtype)
 
-        # Gradient. If it is freed, `grad` exists from a micro-batch's first main_grad to its reduction.
-        self.grad = None if self.frees_grad else self.zeros(self.numel, self.acc_dtype)
-        self.grad_shard = self.zeros(length, self.acc_dtype) if self.frees_grad else self.grad[self.shard]
+        self.allocate_gradient(length)
         self.scattering: Pending | None = None  # the reduce-scatter over shards, while it is running
         self.summing: Pending | None = None  # the all-reduce over replicas, while it is running
-        self.reductions = self.reduced = 0  # of this step: reductions over shards; how many of them are in grad_shard
+        self.reductions = 1  # reduce-scatters per step
+        self.reduced = 0  # how many of them are in grad_shard
 
     @property
     def is_sharded(self) -> bool:
-        return self.level >= 1
+        return self.shards.size > 1
 
-    @property
-    def frees_grad(self) -> bool:
-        return self.level >= 2
+    def allocate_weights(self, length: int) -> None:
+        """Allocate the whole weights, and the shard, which has `length` elements."""
+        self.weights = self.zeros(self.numel, self.params[0].dtype)
+        for param in self.params:
+            # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
+            param.data = self.view(self.weights, param)
+        self.weight_shard = self.weights[self.shard]
 
-    @property
-    def frees_weights(self) -> bool:
-        return self.level == 3
+    def allocate_gradient(self, length: int) -> None:
+        self.grad = self.zeros(self.numel, self.acc_dtype)
+        self.grad_shard = self.grad[self.shard]
 
-    def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
-        """Return elements start..stop of the whole bucket, if this shard has them. flat: as long as the shard."""
-        start, stop = (min(max(i - self.shard.start, 0), len(flat)) for i in (start, stop))
-        return flat[start:stop]
-
-    def parts(self, flat: Tensor) -> Parts:
-        """Return (spec, part) for every span that overlaps this shard. flat: as long as the shard."""
-        found = []
-        for start, stop, spec in self.spans:
-            part = self.within_shard(flat, start, stop)
-            if len(part):
-                found.append((spec, part))
-        return found
-
-    # Gradient. A backward adds it to main_grad(param) and calls ready(param). The reduction has three steps:
+    # The gradient. Every reduction has three steps:
     #
     #     start_reduction       Start to reduce-scatter `grad` over the shards.
-    #     continue_reduction    Wait for the reduce-scatter and add its result to grad_shard. After the last one of the
-    #                           step, start to all-reduce grad_shard over the replicas, if there are any.
-    #     finish_step           Wait for the all-reduce.
+    #     continue_reduction    Wait for the reduce-scatter, and put its result into grad_shard. After the last one of
+    #                           the step, start to all-reduce grad_shard over the replicas.
+    #     finish_step           Continue the reduction if nobody has, and wait for the all-reduce.
     #
-    # Level 0 has one shard: there start_reduction starts the all-reduce at once.
+    # Level 0 has one shard, so it begins with the all-reduce. Without hybrid sharding, levels 1 to 3 have one replica,
+    # and there is no all-reduce.
     #
-    # `ready` calls start_reduction. The next bucket that starts a reduction calls continue_reduction of this one. If
-    # there is none, finish_step does. So all collectives except the last run under a backward. The end of a step with
-    # replicas:
+    # With hybrid sharding, the bucket that starts a reduction next calls continue_reduction of this one. So the
+    # all-reduces, too, run under backward, except the last. The end of a step:
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
-    #     bucket 3    start reduce-scatter    add, start all-reduce                               wait
-    #     bucket 2                            start reduce-scatter      add, start all-reduce     wait
-    #     bucket 1                                                      start reduce-scatter      add, all-reduce, wait
+    #     bucket 3    start reduce-scatter    start all-reduce                                    wait
+    #     bucket 2                            start reduce-scatter      start all-reduce          wait
+    #     bucket 1                                                      start reduce-scatter      all-reduce, wait
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
-        self.reductions = micro_batches if self.frees_grad else 1
         self.reduced = 0
         self.scattering = self.summing = None  # not None if the step before has failed
-
-    def ready(self, param: nn.Parameter) -> None:
-        """If gradients are freed, also start a reduction after as many gradients as a micro-batch has.
-
-        In a split backward these can come from different micro-batches, because the gradients of norms are computed
-        before the gradients of matrices. Each gradient is still reduced once.
-        """
-        super().ready(param)  # starts a reduction if this was the last gradient of the step
-        if self.frees_grad and self.missing > 0 and self.missing % self.grads_per_micro_batch == 0:
-            self.start_reduction()
 
     def start_reduction(self) -> None:
         if not self.is_sharded:
             self.start_all_reduce()
             return
-        # Levels 2 and 3 now free the gradient of the bucket before, so that at most two whole gradients exist. With
-        # replicas, this starts the all-reduce of the bucket before, which backward then hides. Level 1 without replicas
-        # has neither reason, and does not wait: if the network were a bucket behind, backward would stand still.
-        if self.frees_grad or self.replicas.size > 1:
-            axis = self.shards.process_group
-            if axis in self.last_started:
-                self.last_started[axis].continue_reduction()
-            self.last_started[axis] = self
-        whole = self.grad.to(self.reduce_dtype)
-        if self.frees_grad:
-            self.grad = None  # its memory is freed when the reduce-scatter has been waited for
-        # The first result of a step is received in grad_shard itself, if dtypes allow. At level 1 that is this rank's
-        # slice of `whole`, as NCCL wants it for a reduce-scatter in place.
-        in_place = self.reduced == 0 and whole.dtype == self.acc_dtype
-        received = self.grad_shard if in_place else whole.new_empty(len(self.grad_shard))
+        # Without replicas there is nothing to continue, and backward must not wait: if the network were a bucket
+        # behind, it would stand still.
+        if self.replicas.size > 1:
+            self.continue_reduction_before()
+        self.start_reduce_scatter(self.grad.to(self.reduce_dtype))
+
+    def continue_reduction_before(self) -> None:
+        """Continue the reduction that was started before this one on the same ranks."""
+        ranks = self.shards.process_group
+        if ranks in self.last_started:
+            self.last_started[ranks].continue_reduction()
+        self.last_started[ranks] = self
+
+    def start_reduce_scatter(self, whole: Tensor) -> None:
+        """Start to sum `whole` over the ranks, each of which receives its shard.
+
+        The first result of a step is received in grad_shard itself, if the dtypes are the same. At level 1 grad_shard
+        is this rank's slice of `whole`. So NCCL works in place.
+        """
+        is_in_place = self.reduced == 0 and whole.dtype == self.acc_dtype
+        received = self.grad_shard if is_in_place else whole.new_empty(len(self.grad_shard))
         self.scattering = reduce_scatter(received, whole, self.shards, async_op=True)
 
     def continue_reduction(self) -> None:
-        """Do nothing if no reduce-scatter is running."""
+        """Wait for the reduce-scatter, and perhaps start the all-reduce. Do nothing if no reduce-scatter is running."""
         if self.scattering is None:
             return
         self.add_to_shard(self.scattering.wait())
@@ -260,15 +258,12 @@ class ShardedBucket(Bucket):
             self.start_all_reduce()
 
     def add_to_shard(self, received: Tensor) -> None:
-        """Add the result of a reduce-scatter. The first one of a step overwrites what is left of the step before."""
-        if received is self.grad_shard:
-            return
-        if self.reduced == 0:
+        """Put the result of a reduce-scatter into grad_shard. It overwrites the gradient of the step before."""
+        if received is not self.grad_shard:
             self.grad_shard.copy_(received)
-        else:
-            self.grad_shard.add_(received)
 
     def start_all_reduce(self) -> None:
+        """Start to sum grad_shard over the replicas."""
         if self.replicas.size > 1:
             self.summing = all_reduce(self.grad_shard.to(self.reduce_dtype), self.replicas, async_op=True)
 
@@ -281,63 +276,73 @@ class ShardedBucket(Bucket):
             self.summing = None
             if total is not self.grad_shard:
                 self.grad_shard.copy_(total)
+        # With sequence parallelism tensor parallel ranks have different tokens: gradients of norms are partial over tp.
         for spec, part in self.parts(self.grad_shard):
-            for axis in spec.partial_axes:  # with sp, gradients of norms' weights are partial over tp
+            for axis in spec.partial_axes:
                 all_reduce(part, self.groups[axis])
 
     def owns(self, spec: Spec) -> bool:
-        """Whether this rank, of all that hold the same shard of such a parameter, counts it in the norm."""
+        """Return whether this rank counts its shard of such a parameter in the norm. Of all ranks that have the same
+        elements, one does."""
         return self.replicas.rank == 0 and is_first_replica(spec, self.groups)
 
     def squared_norm(self) -> Tensor:
-        """The sum of the squared gradients that this rank owns; a scalar tensor."""
+        """Return the sum of the squared gradients that this rank owns, a scalar tensor."""
         total = torch.zeros((), dtype=self.acc_dtype, device=self.device)
         for spec, part in self.parts(self.grad_shard):
             if self.owns(spec):
                 total += torch.linalg.vector_norm(part).square()
         return total
 
-    # Weights. Levels 1 and 2 all-gather them after the update; at level 3 they are whole from unshard to reshard.
+    # The weights.
 
     def update_weights(self) -> None:
-        """From the master weights: this rank's shard, which levels 1 and 2 then start to all-gather."""
-        self.unsharding.wait()  # an unused prefetch may be in flight: it reads weight_shard and writes weights
+        """Round the master weights to this rank's shard of the weights, and see that others get it. Call this after
+        `master` has changed."""
+        self.unsharding.wait()  # an all-gather that nobody waited for may still read weight_shard
         for param in self.params:
-            param.generation += 1  # caches of what was computed from the weights are invalid: fp8.py
+            param.generation += 1  # what was computed from the weights and cached is out of date: fp8.py
         self.store.copy_weights(self.master, self.weight_shard)
-        if self.frees_weights:  # a forward whose backward never ran has left old weights unsharded
-            self.users = 0
-            self.free_weights()
-        elif self.is_sharded:
+        self.replace_whole_weights()
+
+    def replace_whole_weights(self) -> None:
+        """The whole weights are out of date: start to gather new ones."""
+        if self.is_sharded:
             self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
 
     def prefetch(self) -> None:
-        """Start the all-gather of the weights at level 3, if they are not whole already."""
-        if self.frees_weights and self.weights.untyped_storage().nbytes() == 0:
-            self.weights.untyped_storage().resize_(self.weights.nbytes)
-            self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
+        """Do nothing: the all-gather of the weights has been started. See Level3Bucket."""
 
     def unshard(self) -> None:
-        """Wait until the weights are whole. They stay so until every `unshard` has been matched by a `reshard`."""
-        self.prefetch()
+        """Wait until the weights are whole. A unit calls this before it uses them, and reshard afterwards."""
         self.unsharding.wait()
-        self.users += 1
 
     def reshard(self) -> None:
-        self.users -= 1
-        assert self.users >= 0, f"{self.name}: more calls of reshard than of unshard"
-        if self.frees_weights and self.users == 0:
-            self.free_weights()
+        """Do nothing: the weights stay whole. See Level3Bucket."""
 
-    def free_weights(self) -> None:
-        """The parameters stay views of the freed memory, valid once it is allocated again."""
-        self.weights.untyped_storage().resize_(0)
+    # Parts of the shard.
 
-    # Values in and out.
+    def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
+        """Return those elements start..stop of the whole bucket that are in this shard. flat: as long as the shard."""
+        start = min(max(start - self.shard.start, 0), len(flat))
+        stop = min(max(stop - self.shard.start, 0), len(flat))
+        return flat[start:stop]
+
+    def parts(self, flat: Tensor) -> Parts:
+        """Return (spec, part of `flat`) for every span that overlaps this shard. flat: as long as the shard."""
+        found = []
+        for start, stop, spec in self.spans:
+            part = self.within_shard(flat, start, stop)
+            if len(part):
+                found.append((spec, part))
+        return found
 
     def pieces(self, part: slice | None = None) -> Iterator[tuple[nn.Parameter, Box, slice]]:
-        """This rank's shard, or the slice `part` of it, as boxes of global tensors: (parameter, box, where the box's
-        elements are in grad_shard and in each tensor of `state`). Each element is in one piece, padding in none."""
+        """Yield this rank's shard, or the slice `part` of it, as boxes of parameters (core/param.py).
+
+        Yields (parameter, box, the slice of grad_shard and of each tensor of `state` that has the box's elements).
+        Each element is in one box, padding in none.
+        """
         part = part or slice(0, len(self.master))
         for param in self.params:
             begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; below 0, if before it
@@ -346,35 +351,142 @@ class ShardedBucket(Bucket):
 
     def load(self, source: Source, what: str = "master") -> None:
         """Fill state[what] from a source. "master" also updates the weights, with a collective at levels 1 and 2."""
-        self.unsharding.wait()  # or an all-gather of old weights would overwrite these
+        self.unsharding.wait()  # or an all-gather of old weights would overwrite the new ones
         for param, box, place in self.pieces():
             self.state[what][place] = source(param.spec, box).flatten().to(self.state[what].device, self.acc_dtype)
         if what == "master":
             self.update_weights()
 
 
-# ---- weights around a unit ------------------------------------------------------------------------------------------
+# ---- level 2: reduce the gradient after every micro-batch, then free it ---------------------------------------------
+
+class Level2Bucket(ShardedBucket):
+    """A bucket whose whole gradient exists only during a backward.
+
+    Changed from level 1: a step has one reduction per micro-batch. Its result is added to grad_shard, a tensor of its
+    own. `grad` is allocated at a micro-batch's first gradient (Bucket.main_grad), and freed when it has been reduced.
+    """
+    frees_grad = True
+
+    def allocate_gradient(self, length: int) -> None:
+        self.grad = None
+        self.grad_shard = self.zeros(length, self.acc_dtype)
+
+    def begin_step(self, micro_batches: int) -> None:
+        super().begin_step(micro_batches)
+        self.reductions = micro_batches
+
+    def ready(self, param: nn.Parameter) -> None:
+        """Count a gradient. After as many as a micro-batch has, start a reduction.
+
+        In a split backward they can come from different micro-batches, because the gradients of norms are computed
+        before the gradients of matrices. Each gradient is still reduced once.
+        """
+        super().ready(param)  # starts a reduction if this was the last gradient of the step
+        if self.missing > 0 and self.missing % self.grads_per_micro_batch == 0:
+            self.start_reduction()
+
+    def start_reduction(self) -> None:
+        # This frees the gradient of the bucket before, so at most two whole gradients exist.
+        self.continue_reduction_before()
+        whole = self.grad.to(self.reduce_dtype)
+        self.grad = None  # the reduce-scatter keeps `whole` until it has been waited for
+        self.start_reduce_scatter(whole)
+
+    def add_to_shard(self, received: Tensor) -> None:
+        """Add the result of a reduce-scatter to grad_shard. The first one overwrites the last step's gradient."""
+        if self.reduced == 0:
+            super().add_to_shard(received)
+        else:
+            self.grad_shard.add_(received)
+
+
+# ---- level 3: gather weights before each use, then free them --------------------------------------------------------
+
+class Level3Bucket(Level2Bucket):
+    """A bucket whose whole weights have memory only while a unit uses them.
+
+    Changed from level 2: weight_shard is a tensor of its own. `unshard` gathers the whole weights, `reshard` frees
+    them. The parameters stay views of the freed memory, and are valid again once it has been allocated again.
+    """
+    frees_weights = True
+
+    def allocate_weights(self, length: int) -> None:
+        super().allocate_weights(length)
+        self.weight_shard = self.zeros(length, self.weights.dtype)
+        # Calls of unshard that no reshard has matched. With the schedule afab many micro-batches use the head at once.
+        self.users = 0
+        self.free_weights()
+
+    def free_weights(self) -> None:
+        self.weights.untyped_storage().resize_(0)
+
+    def replace_whole_weights(self) -> None:
+        """The whole weights are out of date: free them. There are some after a forward without a backward."""
+        self.users = 0
+        self.free_weights()
+
+    def prefetch(self) -> None:
+        """Start to gather the weights, unless they are whole or being gathered."""
+        if self.weights.untyped_storage().nbytes() == 0:
+            self.weights.untyped_storage().resize_(self.weights.nbytes)
+            self.unsharding = all_gather(self.weights, self.weight_shard, self.shards, async_op=True)
+
+    def unshard(self) -> None:
+        """Wait until the weights are whole. They stay whole until every `unshard` has been matched by a `reshard`."""
+        self.prefetch()
+        self.unsharding.wait()
+        self.users += 1
+
+    def reshard(self) -> None:
+        self.users -= 1
+        assert self.users >= 0, f"{self.name}: more calls of reshard than of unshard"
+        if self.users == 0:
+            self.free_weights()
+
+
+def make_bucket(params: dict[nn.Parameter, int], groups: Groups, level: int, **settings) -> ShardedBucket:
+    """Return the bucket of a level. settings: the other arguments of ShardedBucket.
+
+    groups["replicate"]: the ranks with the same shard, in hybrid sharding; the data axis is then one replica. A data
+    axis of one rank has nothing to shard: its buckets are level 0's.
+    """
+    data_axis = groups[list(params)[0].spec.data_axis]
+    shards, replicas = (data_axis, groups["replicate"]) if level else (ALONE, data_axis)
+    is_sharded = shards.size > 1
+    if is_sharded and level == 3:
+        return Level3Bucket(params, groups, shards, replicas, **settings)
+    if is_sharded and level == 2:
+        return Level2Bucket(params, groups, shards, replicas, **settings)
+    return ShardedBucket(params, groups, shards, replicas, **settings)
+
+
+# ---- prefetch: the weights of a unit, and of the next one -----------------------------------------------------------
 
 class UnitWeights:
-    """Hooks around a unit, so that its weights are whole while it uses them. U: unshard, wait until they are (at levels
-    1 and 2 for the all-gather of the update). At level 3 also P: prefetch, start the all-gather of the unit that runs
-    next; R: reshard. The head stays whole from its forward to its backward, which in most schedules follows directly.
-    The embedding's backward reads no weights.
+    """Hooks around a unit, so that its weights are whole while it uses them.
+
+    U: unshard, wait until the weights of this unit are whole. At levels 1 and 2 this waits for the all-gather that the
+    update has started. The others act at level 3 only. P: prefetch, start the all-gather of the unit that runs next.
+    R: reshard, free the weights. A model of two units and a head:
 
         forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head] P2
         backward          [head]   R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
 
-    following: the UnitWeights of the stage's next unit, None for its last.
+    The head's weights stay whole from its forward to its backward, which in most schedules follows directly. The
+    embedding's backward reads no weights, so nothing is gathered for it.
+
+    following: the UnitWeights of the next unit of the stage, None for the last one.
     """
 
     def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
         self.buckets, self.following, self.is_head = buckets, following, is_head
-        # The unit before, whose backward comes after this one's: that unit's forward sets it here.
-        self.previous: UnitWeights | None = None
+        self.previous: UnitWeights | None = None  # the unit before, whose backward comes next: its forward sets this
         unit.register_forward_pre_hook(self.before_forward)
         unit.register_forward_hook(self.after_forward)
 
     def unshard(self, then: "UnitWeights | None") -> None:
+        """Wait until the weights are whole, and start to gather the weights of the unit that runs `then`."""
         for bucket in self.buckets:
             bucket.unshard()
         if then:
@@ -391,8 +503,9 @@ class UnitWeights:
     def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
         self.unshard(self.following)
         x, *others = inputs
-        x = call_in_backward(self.reshard, x)  # its gradient is the last that is computed from weights
-        # An evaluation has no backward, and the embedding's (x: token ids) reads no weights. Any other would miss them.
+        x = call_in_backward(self.reshard, x)  # the gradient of x is the last that is computed from the weights
+        # Backward calls nothing if x needs no gradient. That is right in an evaluation, which has no backward, and for
+        # the embedding, whose x is token ids and whose backward reads no weights. Other units would miss their weights.
         misses = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
         if misses and any(bucket.frees_weights for bucket in self.buckets):
             raise ValueError(f"ZeRO level 3: the input of {type(unit).__name__} does not require grad, so its weights "
@@ -424,19 +537,75 @@ def add_hooks(units: Units, buckets: list[ShardedBucket], head: nn.Module | None
 
 
 def call_in_backward(action: Callable[[], None], x: Tensor) -> Tensor:
-    """x, whose complete gradient backward passes on only after calling `action`."""
+    """Return x. When its complete gradient is there, backward calls `action` before it goes on."""
     x = x.view_as(x)  # a node of its own in the graph: backward comes to it after all that has used it, and before x
     if x.requires_grad:
         x.register_hook(lambda grad: action())
     return x
 
 
-# ---- the update -----------------------------------------------------------------------------------------------------
+# ---- offload: where the optimizer state is --------------------------------------------------------------------------
+
+class StateOnDevice:
+    """Keeps the optimizer state of a bucket on its device. run/offload.py's OffloadedState has the same methods."""
+
+    def __init__(self, bucket: ShardedBucket):
+        self.device = bucket.device
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(length, dtype=dtype, device=self.device)
+
+    def copy_grad(self, grad: Tensor) -> Pending:
+        """Start to copy the gradient to the optimizer state, for an update. It is on the same device already."""
+        return done(grad)
+
+    def copy_weights(self, master: Tensor, weight_shard: Tensor) -> None:
+        """Round the master weights to the weights' dtype, after an update. The two may be one tensor."""
+        if master is not weight_shard:
+            weight_shard.copy_(master)
+
+
+# ---- spans: neighbours in a bucket that are treated alike -----------------------------------------------------------
+
+class Span(NamedTuple):
+    """Elements start..stop of the flat tensors of a bucket: parameters that are treated alike. spec: of the first."""
+    start: int
+    stop: int
+    spec: Spec
+
+
+def treatment(spec: Spec) -> tuple:
+    """Return what decides how elements are treated: in finish_step (partial_axes), in the norm (replicated_axes), and
+    by the update rule (decay).
+
+    A bucket is sorted by this. Parameters that are treated alike keep the order of the model. So wq, wk and wv stay
+    neighbours (unless a tensor parallel rank has a copy of wk and wv), and one matmul adds to all three gradients.
+    """
+    return spec.partial_axes, spec.replicated_axes, not spec.decay
+
+
+def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
+    return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
+
+
+def find_spans(bucket: Bucket) -> list[Span]:
+    spans: list[Span] = []
+    for param in bucket.params:
+        start = bucket.offset[param]
+        stop = start + most_elements(param.spec, bucket.groups)
+        if spans and treatment(spans[-1].spec) == treatment(param.spec):
+            spans[-1] = spans[-1]._replace(stop=stop)
+        else:
+            spans.append(Span(start, stop, param.spec))
+    return spans
+
+
+# ---- the update: clipping, loss scale, Muon -------------------------------------------------------------------------
 
 class ElementwiseUpdate:
-    """The update of buckets by a rule that treats every element alone. It has the methods of muon.Muon.
+    """The update of buckets by a rule that treats each element by itself, so that shards are updated as the whole is.
 
-    settings: betas, eps and weight_decay.
+    muon.Muon has the same methods. settings: betas, eps and weight_decay.
     """
 
     def __init__(self, buckets: list[ShardedBucket], rule: UpdateRule, **settings):
@@ -461,15 +630,23 @@ class ElementwiseUpdate:
 
 
 class Optimizer:
-    """The buckets of a model and their update: `load` once; then, in each step, begin_step, all backwards, finish_step
-    and step.
+    """The buckets of a model and their update.
 
-    groups: of all axes, and "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
-    bucket_mb: see dp.py; level 3 takes 0, a bucket per unit. clip: largest norm of the whole gradient, 0 for none.
-    moments_dtype: of m and v. reduce_dtype: in which gradients are sent and summed over ranks. Default of both: the
-    accumulation dtype, in which micro-batches are always summed. head: the unit that at level 3 stays whole from its
-    forward to its backward. offload: run/offload.py's OffloadedState, or None. peers: only for rule="muon", see
-    groups.peers_of; by default this rank alone.
+        optimizer.load(source)                  once: the first weights
+        optimizer.begin_step(micro_batches)     in each step
+        ... all backward passes ...             hooks add gradients to the buckets, and reduce them
+        optimizer.finish_step()
+        norm = optimizer.step(lr)
+
+    groups: axis -> group, with "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
+    bucket_mb: the size of a bucket (dp.py). Level 3 takes 0, so that a bucket has the parameters of one unit.
+    clip: the largest norm of the whole gradient; 0 for no clipping.
+    moments_dtype: of the moments m and v. Default: the accumulation dtype.
+    reduce_dtype: in which gradients are sent and summed over ranks. Default: the accumulation dtype. The sum over
+        micro-batches is always in the accumulation dtype.
+    head: the unit that stays whole from its forward to its backward at level 3.
+    offload: run/offload.py's OffloadedState, or None.
+    peers: who shares the work of rule="muon", see groups.peers_of. Default: this rank does all of it.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
@@ -485,14 +662,15 @@ class Optimizer:
         need(min(clip, weight_decay) >= 0, f"clip {clip}, weight_decay {weight_decay}: must be 0 (none) or more")
         self.world, self.clip = groups["world"], clip
 
+        # With rule="muon" matrices have buckets of their own, which Muon updates. AdamW updates all others.
         kind = kind_of if rule == "muon" else lambda spec: None
+        self.buckets, self.of_matrices, others = [], [], []
         last_started = {}
-        self.buckets, self.of_matrices, others = [], [], []  # all; those that Muon updates; the others
         for params in assign_to_buckets(units, 0 if level == 3 else bucket_mb, groups, kind):
             is_matrix = kind(list(params)[0].spec) == "matrix"
-            bucket = ShardedBucket(params, groups, level=level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
-                                   offload=offload, last_started=last_started,
-                                   rule_state=Muon.state if is_matrix else UPDATE_RULES[rule].state)
+            bucket = make_bucket(params, groups, level, moments_dtype=moments_dtype, reduce_dtype=reduce_dtype,
+                                 offload=offload, last_started=last_started,
+                                 rule_state=Muon.state if is_matrix else UPDATE_RULES[rule].state)
             self.buckets.append(bucket)
             if is_matrix:
                 self.of_matrices.append(bucket)
@@ -511,7 +689,7 @@ class Optimizer:
         add_hooks(units, self.buckets, head)
 
     def load(self, source: Source, what: str = "master") -> None:
-        """Fill the tensors `what` of the buckets' states, where there are such, from a source. Every rank calls it."""
+        """Fill the tensors `what` of the buckets' states from a source, where they exist. Every rank calls this."""
         for bucket in self.buckets:
             if what in bucket.state:
                 bucket.load(source, what)
@@ -522,7 +700,10 @@ class Optimizer:
             bucket.begin_step(micro_batches)
 
     def scale_loss(self, loss: Tensor | float) -> Tensor | float:
-        """What to call backward on, the loss or a factor of it: in fp16 runs times the loss scale. Of 1 the scale."""
+        """Multiply a loss, or a factor of it, by the loss scale in fp16 runs. Otherwise return it unchanged.
+
+        scale_loss(1.0) is the scale.
+        """
         return loss * self.loss_scale.value if self.loss_scale else loss
 
     def finish_step(self) -> None:
@@ -531,9 +712,11 @@ class Optimizer:
             bucket.finish_step()
 
     def step(self, lr: float, to_sum: Tensor | None = None) -> Tensor:
-        """Clip and update. Returns the norm of the whole gradient before clipping, the same on every rank. If that is
-        not finite, the step is skipped: nothing changes but the loss scale. to_sum: a vector that is replaced by its
-        sum over all ranks, in the same reduction as the norm."""
+        """Clip and update. Return the norm of the whole gradient before clipping, the same on every rank.
+
+        If the norm is not finite, the step is skipped: nothing changes except the loss scale.
+        to_sum: a vector that is replaced by its sum over all ranks, in the all-reduce that the norm needs anyway.
+        """
         squared = torch.stack([bucket.squared_norm() for bucket in self.buckets]).sum()[None]
         summed = squared if to_sum is None else torch.cat((squared, to_sum.to(squared)))
         all_reduce(summed, self.world)
@@ -548,9 +731,12 @@ class Optimizer:
         return norm
 
     def clip_grads(self, norm: Tensor) -> Tensor:
-        """Clip, and undo the loss scale. Update rules' kernels do it as they read gradients: they divide by grad_scale,
-        which this returns. That saves a pass. They read it in fp32, which is too coarse for fp64 runs, whose gradients
-        are all multiplied here; in other runs those of matrices are, as Muon has no such kernel."""
+        """Clip, and undo the loss scale. Return grad_scale, by which the update rules still have to divide gradients.
+
+        The kernels of update rules divide while they read the gradients, which saves a pass over them. There are two
+        exceptions, whose gradients are multiplied here. The kernels read grad_scale in fp32, which is too coarse for
+        fp64 runs. Muon has no such kernel.
+        """
         limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
         factor = limit / self.scale_loss(1.0)
         is_fp64 = factor.dtype == torch.float64
@@ -569,30 +755,48 @@ class Optimizer:
             update.finish(step)
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Scalars that belong to no parameter and are the same on every rank. To restore them, copy into them."""
+        """Return scalars that belong to no parameter, the same on every rank. To restore them, copy into them."""
         scale = self.loss_scale
         return {"steps": self.steps} | ({"scale": scale.value, "good_steps": scale.good_steps} if scale else {})
 
 
 # ---- demo: python zero.py -------------------------------------------------------------------------------------------
 
+LAYERS, WIDTH = 12, 256
+
+
+def bytes_held(optimizer: Optimizer) -> int:
+    """Return the bytes of all storages of the buckets: weights, gradients and optimizer state."""
+    tensors = []
+    for bucket in optimizer.buckets:
+        tensors += [value for value in (*vars(bucket).values(), *bucket.state.values()) if isinstance(value, Tensor)]
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
+
+
 def demo(group: Group) -> None:
-    groups, x = {"world": group, "replicate": ALONE, "dp": group}, torch.ones(1, 256).bfloat16().requires_grad_()
+    groups = {"world": group, "replicate": ALONE, "dp": group}
+    x = torch.ones(1, WIDTH).bfloat16().requires_grad_()
+    if group.rank == 0:
+        print(f"{LAYERS} layers of {WIDTH} x {WIDTH} weights in bf16, {group.size} ranks, one micro-batch. Bytes per "
+              "parameter: weights 2, gradient 4,\noptimizer state 12 (master weights and two moments in fp32).\n")
     for level in range(4):
-        layers = [nn.Linear(256, 256, bias=False, device="meta") for _ in range(12)]
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(LAYERS)]
         for number, layer in enumerate(layers):
-            layer.weight = parameter(Spec(f"{number}", (256, 256)), groups, x.dtype)
+            layer.weight = parameter(Spec(f"{number}", (WIDTH, WIDTH)), groups, x.dtype)
         optimizer = Optimizer({0: layers}, groups, bucket_mb=0, level=level)
         sent.clear()
-        optimizer.begin_step(micro_batches=1)  # so A = 1; a gradient has 4 bytes, a weight 2
+        optimizer.begin_step(micro_batches=1)
         nn.Sequential(*layers)(x).sum().backward()
         optimizer.finish_step()
-        flat = [value for bucket in optimizer.buckets for value in (*vars(bucket).values(), *bucket.state.values())]
-        held = sum(storage.nbytes() for storage in {y.untyped_storage() for y in flat if isinstance(y, Tensor)}) / 1e6
+        held = bytes_held(optimizer) / 1e6
         optimizer.step(lr=1e-3)
         if group.rank == 0:
             print(f"level {level}: {held:5.2f} MB held, {sum(sent.values()) / 1e6:5.2f} sent  {'█' * round(3 * held)}")
         nn.Sequential(*layers)(x)  # waits for the all-gathers that the update has started
+    if group.rank == 0:
+        print("\nHeld: between backward and update. Level 1 saves most, and sends as many elements as level 0, half of "
+              "them weights\nin bf16. With A micro-batches level 2 sends A times as many gradients, and level 3 also "
+              "2A times as many weights.")
 
 
 if __name__ == "__main__":
