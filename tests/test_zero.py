@@ -14,7 +14,7 @@ from watch import in_order, waits
 
 import zero
 from core import config
-from core.collectives import ALONE
+from core.collectives import ALONE, sent
 from core.gradients import stacked_view
 from core.param import Spec
 from optimizers import UPDATE_RULES
@@ -42,6 +42,55 @@ def step(params: list[nn.Parameter], optimizer: Optimizer, grads: list[torch.Ten
     optimizer.finish_step()
     return optimizer.step(lr)
 
+
+# ---- the plain version: level 1 of one flat buffer ------------------------------------------------------------------
+
+ROWS = [[1, 4], [2, 3], [5, 1]]  # of each micro-batch of each rank: unequal, or a mean of means would go unnoticed
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()  # 58 parameters, not a multiple of 3
+
+
+def plain_loss(model: nn.Sequential, ranks: int, rank: int, number: int) -> torch.Tensor:
+    """The sum of squares of a micro-batch, divided by the rows of all ranks."""
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    inputs = torch.randn(ROWS[rank][number], 5, generator=generator, dtype=torch.float64)
+    return model(inputs).square().sum() / sum(map(sum, ROWS[:ranks]))
+
+
+def trained_plainly() -> dict:
+    group, model = grids.everyone(), plain_model()
+    optimizer = zero.PlainLevel1(model.parameters(), group, lambda shard: torch.optim.AdamW(shard, lr=0.1))
+    for _ in range(3):
+        sent.clear()
+        for number in range(2):
+            plain_loss(model, group.size, group.rank, number).backward()
+        optimizer.step()
+    state, = optimizer.optimizer.state.values()
+    return dict(weights=[param.detach().clone() for param in model.parameters()], sent=sum(sent.values()),
+                moments=[state["exp_avg"].numel(), state["exp_avg_sq"].numel()])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_plain_level_1_trains_as_one_process_does(pool, ranks):
+    """It sends a reduce-scatter and an all-gather of 58 elements and padding, and has moments of its shard only."""
+    model = plain_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            for number in range(2):
+                plain_loss(model, ranks, rank, number).backward()
+        optimizer.step()
+    want, length = [param.detach() for param in model.parameters()], math.ceil(58 / ranks)
+    for seen in pool.run(ranks, "test_zero:trained_plainly"):
+        torch.testing.assert_close(seen["weights"], want, rtol=0, atol=1e-12)
+        assert seen["sent"] == 2 * (ranks - 1) * length * 8 and seen["moments"] == [length, length]
+
+
+# ---- the update -----------------------------------------------------------------------------------------------------
 
 def test_every_optimizer_has_an_update_rule():
     assert UPDATE_RULES.keys() == config.OPTIMIZERS.keys()
