@@ -145,7 +145,7 @@ class ShardedBucket(Bucket):
         levels 1 to 3        n shards, 1 replica of each
         hybrid sharding      n shards, r replicas of each, on n r ranks
 
-    shards, replicas: this rank's groups of these.
+    shards, replicas: the two groups of this rank.
     reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype.
     offload: run/offload.py's OffloadedState, or None.
     last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
@@ -282,8 +282,8 @@ class ShardedBucket(Bucket):
                 all_reduce(part, self.groups[axis])
 
     def owns(self, spec: Spec) -> bool:
-        """Return whether this rank counts its shard of such a parameter in the norm. Of all ranks that have the same
-        elements, one does."""
+        """Return whether this rank counts its shard of such a parameter in the norm: one of the ranks that have the
+        same elements does."""
         return self.replicas.rank == 0 and is_first_replica(spec, self.groups)
 
     def squared_norm(self) -> Tensor:
