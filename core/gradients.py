@@ -1,28 +1,50 @@
-"""How weight gradients reach their buffers: without a temporary tensor, and either at once or later.
+"""How a weight gradient reaches the buffer in which it is summed: at once or later, and without a temporary tensor.
 
-Autograd would compute each weight gradient at once, into a new tensor, and then add it to a buffer. Our layers return
-None for their weights instead. They give this file a function that adds the gradient to a buffer:
+The life of the gradient dW of a weight w, in one backward pass:
+
+    a layer's backward calls
+    accumulate_grad(w, add)
+      │
+      ├── at once ───────────────────────────────►  add(out), which does out += dW
+      │                                               ▲     out: the buffer main_grad(w), of w's sink
+      └── deferred ──► queue ──► backward_weight ─────┘
+
+    autograd has come to w, and calls
+    on_grad_accumulated(w)
+      │
+      ├── nothing of w is queued ────────────────►  ready(w), of w's sink, which counts. The last gradient
+      │                                               ▲     starts the reduction over the ranks
+      └── dW is queued ────────► backward_weight ─────┘
+
+Autograd would compute dW at once, into a new tensor, and then add it to `.grad`. Our layers return None for their
+weights instead, and give this file a function `add` that adds the gradient to a buffer. So a matmul can add to the
+buffer directly, and a pipeline can compute the gradient later.
+
+Words:
+
+accumulate   Add a gradient to the sum over the micro-batches of a step.
+sink         The object that collects the gradients of a parameter, in practice its bucket (dp.py, zero.py). It has two
+             methods:
+                 main_grad(param)   returns the buffer, Megatron's `param.main_grad`. ZeRO levels 2 and 3 replace the
+                                    buffer, so ask for it at every use.
+                 ready(param)       hears that a backward pass has added all its gradients of `param`: once per pass.
+             A parameter without a sink uses `.grad`.
+ready        A bucket counts the calls of ready. The last one of a step (at ZeRO levels 2 and 3, of a micro-batch)
+             starts the reduction over the data parallel ranks. Megatron calls this register_grad_ready.
+deferred     Left for the second half of a split backward. Zero-bubble pipelines (pp.py) split backward into two
+             halves. The first, I, computes input gradients, for which the stage before is waiting. The second, W,
+             computes weight gradients, for which nobody is waiting, so it can fill a bubble.
+
+How a layer Y = X W^T uses this file:
 
     accumulate_grad(w, lambda out: accumulate_product(out, dy.t(), x))          # out += dY^T X
+
+or, if X has to be gathered from other ranks first:
 
     add_dw = start_weight_grad((w,), gather=lambda: gather_rows(x, group, async_op=True),
                                add=lambda out, x: accumulate_product(out, dy.t(), x))
     dx = dy @ w                                                                 # hides the gather of X
     add_dw()                                                                    # waits for X, then out += dY^T X
-
-So a matmul can add to the buffer directly, and a pipeline schedule can split a backward into two halves (pp.py):
-
-    backward_input(key, ...)     computes input gradients and queues weight gradients       action I
-    backward_weight(key)         computes the weight gradients that were queued             action W
-
-The buffer belongs to the parameter's sink, which is its bucket (dp.py, zero.py). A sink has two methods:
-
-    main_grad(param)     returns the buffer. ZeRO levels 2 and 3 replace it, so ask for it at every use.
-    ready(param)         is called once per backward pass, after that pass has added all its gradients of `param`: by a
-                         hook of autograd or, if gradients of `param` were queued, by backward_weight.
-
-A bucket counts the calls of `ready`, and starts its reduction at the last one of a step (at ZeRO levels 2 and 3, of a
-micro-batch).
 """
 from collections.abc import Callable
 from typing import Any
@@ -31,65 +53,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from core.collectives import Pending, done
+from core.collectives import Group, Pending, done, run_demo
 
 Params = tuple[nn.Parameter, ...]
 
 
-# ---- what a layer's backward calls ----------------------------------------------------------------------------------
-
-class WeightGrad:
-    """A weight gradient that has not been computed yet.
-
-    params: one parameter, or matrices with equally long rows that multiply the same input (wq, wk, wv).
-    gather: () -> a Pending. It starts to gather the tensor that the gradient is computed from.
-    add: add(out, gathered) adds the gradients of all params, one below the other, to `out`.
-    gather and add must not hold tensors that require gradients: in the queue they would keep a graph alive.
-    """
-
-    def __init__(self, params: Params, gather: Callable[[], Pending], add: Callable[[Tensor, Any], None]):
-        self.params, self.gather, self.add = params, gather, add
-        self.gathering: Pending | None = None
-
-    def start(self) -> None:
-        """Start to gather."""
-        self.gathering = self.gather()
-
-    def finish(self) -> None:
-        """Wait for the gathered tensor, and add the gradient."""
-        gathered = self.gathering.wait()
-        add_to(self.params, lambda out: self.add(out, gathered))
-        self.gather = self.add = self.gathering = None  # frees what they read, even if the caller keeps this object
-
-
-def start_weight_grad(params: Params, gather: Callable[[], Pending], add: Callable[[Tensor, Any], None],
-                      defer: bool = True) -> Callable[[], None]:
-    """Start a WeightGrad and return its `finish`, so that the caller can compute something while the gather runs.
-
-    In the first half of a split backward this queues the WeightGrad for backward_weight instead, starts nothing, and
-    returns a function that does nothing.
-    defer: False to never queue it. That is right if it reads tensors too large to be kept until backward_weight, such
-    as the head's logits, or has too little work to fill a bubble.
-    """
-    weight_grad = WeightGrad(params, gather, add)
-    if defer and is_deferring():
-        _queue[_deferring].append(weight_grad)
-        return lambda: None
-    weight_grad.start()
-    return weight_grad.finish
-
-
-def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """Add a weight gradient that needs no gather. add(out) is called now or, if it is queued, in backward_weight."""
-    params = params if isinstance(params, tuple) else (params,)
-    finish = start_weight_grad(params, lambda: done(None), lambda out, _: add(out), defer)
-    finish()
-
+# ---- the plain version: add a gradient at once ----------------------------------------------------------------------
 
 def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
-    """Call add(out) once for the buffers of all params, one below the other.
+    """Call add(out), which adds a gradient to the buffers of the parameters.
 
-    `out` is a view of the buffers if they are neighbours in memory, else a temporary tensor.
+    params: one parameter, or several with equally long rows, such as wq, wk and wv, whose gradients are computed by one
+    matmul. Then `out` has the rows of all, one parameter below the other. It is a view of the buffers if they are
+    neighbours in memory. If they are not, it is a temporary tensor.
     """
     grads = [main_grad(param) for param in params]
     view = stacked_view(grads)
@@ -101,6 +77,15 @@ def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
     add(out)
     for grad, part in zip(grads, out.split(rows)):
         grad.add_(part)
+
+
+def main_grad(param: nn.Parameter) -> Tensor:
+    """Return the buffer in which the gradient is summed: the sink's or, without a sink, `.grad`."""
+    if param.sink is not None:
+        return param.sink.main_grad(param)
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
 
 
 def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -116,40 +101,13 @@ def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(a @ b)
 
 
-def stacked_view(tensors: list[Tensor]) -> Tensor | None:
-    """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
-    first, end = tensors[0], tensors[0].storage_offset()
-    for tensor in tensors:
-        same_storage = tensor.untyped_storage() is first.untyped_storage()  # run/dryrun.py's tensors have no addresses
-        if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
-            return None
-        end += tensor.numel()
-    return first.as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
-
-
-def stacked_weight(weights: Params) -> Tensor:
-    """The weights, one below the other, detached: a view if they are neighbours in memory, else a copy."""
-    parts = [weight.detach() for weight in weights]
-    view = parts[0] if len(parts) == 1 else stacked_view(parts)
-    return torch.cat(parts) if view is None else view
-
-
-# ---- sinks ----------------------------------------------------------------------------------------------------------
-
-def main_grad(param: nn.Parameter) -> Tensor:
-    """The buffer in which the gradient is accumulated: the sink's or, without a sink, `.grad`."""
-    if param.sink is not None:
-        return param.sink.main_grad(param)
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad
-
+# ---- sinks: who collects a gradient, and hears that it is ready -----------------------------------------------------
 
 def attach_sink(param: nn.Parameter, sink: Any) -> None:
     """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd."""
     assert param.sink is None, f"{param.spec.name} has a sink already"  # a second hook would call ready twice
     param.sink = sink
-    # A function of the module, no closure over the sink: gc cannot break a circle that goes through a hook.
+    # A function of the module, not a closure over the sink: gc cannot break a circle that goes through a hook.
     param.register_post_accumulate_grad_hook(on_grad_accumulated)
 
 
@@ -157,9 +115,9 @@ def on_grad_accumulated(param: nn.Parameter) -> None:
     """Tell the sink that `param` is ready, unless gradients of it are queued: then backward_weight does.
 
     Autograd calls this once per backward pass, after the last use of `param`, even if all uses returned None. That is
-    why a layer's Function has its weights among its inputs.
+    why a layer's autograd Function has its weights among its inputs.
     """
-    if param.grad is not None:  # computed by autograd, such as a bias's
+    if param.grad is not None:  # computed by autograd, for example a bias's gradient
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
     queued = _queue.get(_deferring, [])  # empty if this backward is not split
@@ -168,23 +126,82 @@ def on_grad_accumulated(param: nn.Parameter) -> None:
         param.sink.ready(param)
 
 
+# ---- beside other work, or later: what a layer's backward calls -----------------------------------------------------
+
+def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
+    """Add a weight gradient that needs no gather: call add(out) now or, if it is deferred, in backward_weight.
+
+    params, add: see add_to. defer: see start_weight_grad.
+    """
+    params = params if isinstance(params, tuple) else (params,)
+    finish = start_weight_grad(params, lambda: done(None), lambda out, _: add(out), defer)
+    finish()
+
+
+def start_weight_grad(params: Params, gather: Callable[[], Pending], add: Callable[[Tensor, Any], None],
+                      defer: bool = True) -> Callable[[], None]:
+    """Start a WeightGrad and return its `finish`, so that the caller can compute something while the gather runs.
+
+    In the first half of a split backward this starts nothing. It queues the WeightGrad for backward_weight, and returns
+    a function that does nothing.
+
+    params, gather, add: see WeightGrad.
+    defer: False if the gradient must not be queued. That is right if it reads tensors too large to be kept until
+        backward_weight, such as the head's logits, or has too little work to fill a bubble.
+    """
+    weight_grad = WeightGrad(params, gather, add)
+    if defer and is_deferring():
+        _queue[_deferring].append(weight_grad)
+        return lambda: None
+    weight_grad.start()
+    return weight_grad.finish
+
+
+class WeightGrad:
+    """A weight gradient that has not been computed yet, in two steps: start, which gathers, and finish, which adds.
+
+    params: see add_to.
+    gather: () -> a Pending. It starts to gather the tensor that the gradient is computed from.
+    add: add(out, gathered) adds the gradients of all params, one below the other, to `out`.
+
+    gather and add must not hold tensors that require gradients. In the queue they would keep a graph alive.
+    """
+
+    def __init__(self, params: Params, gather: Callable[[], Pending], add: Callable[[Tensor, Any], None]):
+        self.params, self.gather, self.add = params, gather, add
+        self.gathering: Pending | None = None
+
+    def start(self) -> None:
+        """Start to gather."""
+        self.gathering = self.gather()
+
+    def finish(self) -> None:
+        """Wait for the gathered tensor, and add the gradient."""
+        gathered = self.gathering.wait()
+        add_to(self.params, lambda out: self.add(out, gathered))
+        self.gather = self.add = self.gathering = None  # frees the tensors that they read, whoever keeps this object
+
+
 # ---- a backward in two halves ---------------------------------------------------------------------------------------
 
 Key = tuple[int, int]  # (pipeline stage, micro-batch)
 
-_queue: dict[Key, list[WeightGrad]] = {}
+_queue: dict[Key, list[WeightGrad]] = {}  # in the order in which backward met them
 # The key whose first half is running. A plain global, not thread-local: on CUDA, autograd runs backward functions in
 # its own threads.
 _deferring: Key | None = None
 
 
 def is_deferring() -> bool:
-    """Whether this backward is the first half of a split one, which leaves weight gradients to backward_weight."""
+    """Return whether the first half of a split backward is running, which leaves weight gradients to the second."""
     return _deferring is not None
 
 
 def backward_input(key: Key, output: GradientEdge | Tensor, grad: Tensor | None) -> None:
-    """The first half: compute input gradients, and queue the weight gradients that may be deferred."""
+    """The first half: compute input gradients, and queue the weight gradients that may be deferred.
+
+    output, grad: the output of the stage, or its edge in the graph, and its gradient. A loss has the gradient None.
+    """
     global _deferring
     assert key not in _queue, f"(stage, micro-batch) {key} already waits for its backward_weight"
     _deferring, _queue[key] = key, []
@@ -209,7 +226,11 @@ def backward_weight(key: Key) -> None:
     """
     queued = _queue.pop(key)
     params = dict.fromkeys(param for weight_grad in queued for param in weight_grad.params)  # each once, in this order
-    last = {param.sink: i for i, weight_grad in enumerate(queued) for param in weight_grad.params}  # by bucket
+    last = {}  # bucket -> the place of its last gradient in the queue
+    for i, weight_grad in enumerate(queued):
+        for param in weight_grad.params:
+            last[param.sink] = i
+
     if queued:
         queued[0].start()
     for i, weight_grad in enumerate(queued):
@@ -222,5 +243,107 @@ def backward_weight(key: Key) -> None:
 
 
 def queued_keys() -> list[Key]:
-    """The (stage, micro-batch) pairs whose weight gradients have not been computed: none after a step."""
+    """Return the (stage, micro-batch) pairs whose weight gradients have not been computed: none after a step."""
     return list(_queue)
+
+
+# ---- neighbours in memory as one matrix -----------------------------------------------------------------------------
+
+def stacked_view(tensors: list[Tensor]) -> Tensor | None:
+    """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        same_storage = tensor.untyped_storage() is first.untyped_storage()  # run/dryrun.py's tensors have no addresses
+        if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
+            return None
+        end += tensor.numel()
+    return first.as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
+
+
+def stacked_weight(weights: Params) -> Tensor:
+    """Return the weights, one below the other, detached: a view if they are neighbours in memory. If not, a copy."""
+    parts = [weight.detach() for weight in weights]
+    view = parts[0] if len(parts) == 1 else stacked_view(parts)
+    return torch.cat(parts) if view is None else view
+
+
+# ---- demo: python -m core.gradients ---------------------------------------------------------------------------------
+
+WIDTH, TOKENS, LAYERS = 64, 1024, 3
+
+
+class Multiply(torch.autograd.Function):
+    """Y = X W^T, the smallest layer that uses this file. layer: its number. events: what happens, in order."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layer, events):
+        ctx.save_for_backward(x)  # not the weight: ZeRO level 3 frees its memory
+        ctx.weight, ctx.layer, ctx.events = weight, layer, events
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, layer, events = ctx.weight, ctx.layer, ctx.events
+        x = ctx.saved_tensors[0].detach()
+
+        def add(out: Tensor) -> None:
+            events.append(f"dW{layer}")
+            accumulate_product(out, dy.t(), x)
+
+        events.append(f"dX{layer}")
+        dx = dy @ weight
+        accumulate_grad(weight, add)
+        return dx, None, None, None
+
+
+class Sink:
+    """Sums the gradient of one weight, and notes when it is ready."""
+
+    def __init__(self, weight: nn.Parameter, layer: int, events: list[str]):
+        self.buffer, self.layer, self.events = torch.zeros_like(weight), layer, events
+        weight.sink = None
+        attach_sink(weight, self)
+
+    def main_grad(self, param: nn.Parameter) -> Tensor:
+        return self.buffer
+
+    def ready(self, param: nn.Parameter) -> None:
+        self.events.append(f"ready{self.layer}")
+
+
+def demo(group: Group) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(LAYERS)]
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    sums, shown = [], []
+    for is_split in (False, True):
+        events: list[str] = []
+        weights = [nn.Parameter(value) for value in values]
+        sinks = [Sink(weight, layer, events) for layer, weight in enumerate(weights, 1)]
+        y = x
+        for layer, weight in enumerate(weights, 1):
+            y = Multiply.apply(y, weight, layer, events)
+        if is_split:
+            key = (0, 0)  # stage 0, micro-batch 0
+            backward_input(key, y.sum(), None)
+            shown.append(f"backward_input    {' '.join(events)}")
+            events.clear()
+            backward_weight(key)
+            shown.append(f"backward_weight   {' '.join(events)}")
+        else:
+            y.sum().backward()
+            shown.append(f"backward          {' '.join(events)}")
+        sums.append(torch.stack([sink.buffer for sink in sinks]))
+    assert torch.equal(*sums)
+    if group.rank == 0:
+        print(f"{LAYERS} layers of {WIDTH} x {WIDTH} weights, {TOKENS:,} tokens. dX3: layer 3 computes its input "
+              "gradient.\ndW3: its weight gradient is added to the buffer. ready3: its sink may reduce it.\n")
+        print(*shown, sep="\n")
+        kept = LAYERS * 2 * TOKENS * WIDTH * 4 / 1e6
+        print("\nBoth ways the gradients are the same to the bit. In halves, dX1 is there after 3 matmuls, not after "
+              "5, so the\nstage before can go on. The price: between the halves the queue keeps X and dY of each "
+              f"layer, {kept:.2f} MB.")
+
+
+if __name__ == "__main__":
+    run_demo(demo)
