@@ -29,6 +29,10 @@ SHOWN = [  # file, ranks, what some line has
                "expert 2, on rank 0, reads a b\n"]),
     ("zero", 4, [f"{z}: {held * P / 1e6:5.2f} MB held, {sent * P * 3 / 4 / 1e6:5.2f} sent" for z, held, sent in (
         (0, 2 + 4 + 12, 8), (1, 2 + 4 + 12 / 4, 6), (2, 2 + (4 + 12) / 4, 6), (3, (2 + 4 + 12) / 4, 8))]),
+    ("core.gradients", 1, ["backward          dX3 dW3 ready3 dX2 dW2 ready2 dX1 dW1 ready1\n",
+                           "backward_input    dX3 dX2 dX1\n",
+                           "backward_weight   dW3 ready3 dW2 ready2 dW1 ready1\n",
+                           f"{3 * 2 * 1024 * 64 * 4 / 1e6:.2f} MB"]),  # of 3 layers, inputs and output gradients
     ("recompute", 1, [f"{(3 * 8 - 1) * INPUT / 1e6:.2f} MB    {3 * 8 * LINEAR / 1e6:.0f} MFLOP",
                       f"{8 * INPUT / 1e6:.2f} MB    {4 * 8 * LINEAR / 1e6:.0f} MFLOP"]),
     ("fp8", 1, ["E4M3 for all, one scale"]),
