@@ -54,12 +54,12 @@ Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> the units o
 def naive_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatches, tokens: int, group: Group) -> None:
     """Compute the gradient of a step, the same on every rank, into `.grad` of the parameters.
 
-    micro_batches: of this rank. tokens: how many tokens the micro-batches of all ranks have together.
+    micro_batches: this rank's. tokens: how many tokens the micro-batches of all ranks have together.
     """
     model.zero_grad()
     for inputs, targets in micro_batches:
         loss = loss_sum(model(inputs), targets) / tokens
-        loss.backward()
+        loss.backward()  # adds to .grad
     for param in model.parameters():
         all_reduce(param.grad, group)
 

@@ -1,9 +1,9 @@
 """ZeRO: data parallel ranks shard the optimizer state, at level 2 also gradients, at level 3 also weights.
 
-What each of n = 4 ranks holds of P parameters, and which collectives it calls per step of A micro-batches. Level 0 is
-plain data parallelism (dp.py). Level 3 is what PyTorch calls FSDP.
+What each of n = 4 ranks holds of P parameters, and what it sends per step of A micro-batches, in elements, times
+(n-1)/n. Level 0 is plain data parallelism (dp.py). Level 3 is what PyTorch calls FSDP.
 
-    level   weights   gradient   optimizer state   elements sent
+    level   weights   gradient   optimizer state   sent      by
     0       ████      ████       ████              2P        all-reduce of the gradient
     1       ████      ████       █                 2P        reduce-scatter of the gradient, all-gather of the weights
     2       ████      █          █                 (A+1)P    a reduce-scatter per micro-batch, one all-gather
@@ -11,7 +11,11 @@ plain data parallelism (dp.py). Level 3 is what PyTorch calls FSDP.
 
 The idea: an all-reduce is a reduce-scatter and then an all-gather. ZeRO puts the update between the two. Each rank sums
 one shard of the gradient, updates this shard of the weights, and sends it to the others. So each rank needs the
-optimizer state of its shard only. Levels 2 and 3 keep less between these moments, and communicate more often.
+optimizer state of its shard only. Level 2 keeps only the shard of the gradient after each micro-batch. Level 3 also
+gathers the weights of a unit before its forward, and again before its backward.
+
+Symbols: n ranks of the data axis ("dp", of experts "edp": core/groups.py). P parameters. A micro-batches per step. A
+unit is the embedding, a block, or the head. A bucket has the parameters of one or more units (dp.py).
 
 When a rank has a whole tensor, and when only its shard of it:
 
@@ -31,20 +35,17 @@ When a rank has a whole tensor, and when only its shard of it:
 Where to read: PlainLevel1 is level 1 in its simplest form. Everything else changes a line of it:
 
     buckets           The collectives run under backward and forward.                             ShardedBucket
-    hybrid sharding   Shards on the ranks of one replica, whose sums are added over replicas.     ShardedBucket
+    hybrid sharding   n ranks shard, r groups of n ranks replicate: PyTorch's HSDP.               ShardedBucket
     reduce dtype      Gradients are sent and summed over ranks in 16 bits.                        ShardedBucket
     level 2           Each micro-batch's gradient is reduced at once, then freed.                 Level2Bucket
     level 3           Weights are gathered before each use, then freed.                           Level3Bucket
     prefetch          The weights of the next unit are gathered while this one runs.              UnitWeights
     offload           The host keeps the optimizer state and updates it.                          StateOnDevice
     Muon              Matrices are updated whole, each by one rank.                               Optimizer
-    clipping          Norm, clip and loss scale of a gradient of which a rank has a shard.        Optimizer
-
-Symbols: n ranks of the data axis ("dp", of experts "edp": core/groups.py). P parameters. A micro-batches per step. A
-unit is the embedding, a block, or the head. A bucket has the parameters of one or more units (dp.py).
+    clipping          The norm of a gradient of which each rank has a shard.                      Optimizer
 
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
-Costs: the elements of the table times (n-1)/n. Gradients are sent in fp32 or --reduce-dtype, weights in their dtype.
+Costs: the elements sent, as above. Gradients are sent in fp32 or --reduce-dtype, weights in their dtype.
        Level 3 gathers the embedding and the head once per micro-batch, not twice (see UnitWeights).
        Hybrid sharding over r replicas of n ranks sends 2P/n (r-1)/r more.
 Stops helping when: activations fill the memory; at levels 2 and 3, a micro-batch is too small to hide its collectives.
@@ -87,7 +88,8 @@ class PlainLevel1:
         loss.backward()      # per micro-batch: the sum over this rank's tokens, divided by the tokens of all ranks
         optimizer.step()     # all ranks have the same new weights
 
-    All ranks begin with the same weights.
+    All ranks begin with the same weights. `step` also zeroes the gradient. Do not call model.zero_grad(): it would
+    replace `.grad`, which must stay a view of the flat buffer.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: Group, make_optimizer: MakeOptimizer):
@@ -110,7 +112,7 @@ class PlainLevel1:
         self.optimizer = make_optimizer([self.weight_shard])  # its state has the size of the shard
 
     def step(self) -> None:
-        reduce_scatter(self.weight_shard.grad, self.grad, self.group)
+        reduce_scatter(self.weight_shard.grad, self.grad, self.group)  # the shard is now the sum over the ranks
         self.optimizer.step()
         all_gather(self.weights, self.weight_shard.detach(), self.group)
         self.grad.zero_()
@@ -145,7 +147,7 @@ class ShardedBucket(Bucket):
         levels 1 to 3        n shards, 1 replica of each
         hybrid sharding      n shards, r replicas of each, on n r ranks
 
-    shards, replicas: the two groups of this rank.
+    shards: this rank's group of ranks with different shards. replicas: its group of ranks with the same shard.
     reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype.
     offload: run/offload.py's OffloadedState, or None.
     last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
