@@ -1,46 +1,48 @@
 """Tensor parallelism: weight matrices are sharded over t ranks. Sequence parallelism: so are the tokens between them.
 
-Matrices come in pairs, S = X A^T, Y = act(S), Z = Y B^T. On t = 2 ranks:
-
     rank 0    X ─ f ─► S_0 = X A_0^T ─ act ─► Y_0 ──► Y_0 B_0^T ─┐
                                                                  ├─ g ─► Z = Y_0 B_0^T + Y_1 B_1^T
     rank 1    X ─ f ─► S_1 = X A_1^T ─ act ─► Y_1 ──► Y_1 B_1^T ─┘
-
-A pair is the up and down projection of a feed-forward layer, or the projections to queries, keys and
-values with the output projection of attention. A is sharded by rows, its output features ("column
-parallel": they are columns of A^T). B is sharded by columns, its input features ("row parallel"). act
-needs no exchange, since it treats channels or heads apart. A pair has one exchange before it, f, and one
-after it, g:
 
                                   f forward         f backward           g forward           g backward
     tensor parallelism            -                 all-reduce dX        all-reduce Z        -
     and sequence parallelism      all-gather X      reduce-scatter dX    reduce-scatter Z    all-gather dZ
 
-With sequence parallelism, a rank has 1/t of the tokens of X and Z, because norms and residuals treat each
-token by itself. It saves its shard of X, and gathers X again in backward. A column parallel layer hides both
-exchanges of its backward under its matmuls:
+Two matrices that follow each other, Z = act(X A^T) B^T, are sharded as a pair; in the figure t = 2.
+A rank has some rows of A and the same columns of B. It computes its part Y_r of the hidden channels
+without communication, because act treats channels (or the heads of attention) independently of each
+other. Y_r B_r^T is one term of Z, and g sums the terms over the ranks. So a pair communicates only
+at its ends, in f and in g.
 
-    network    ├─ all-gather X ─┤ ├─ reduce-scatter dX ─┤
-    compute    ├─ dX = dS A ────┤ ├─ dA += dS^T X ──────┤
+A is "column parallel", because its rows are columns of A^T; B is "row parallel". A transformer
+layer is two pairs: the projections to queries, keys and values with attention's output projection,
+and the up and the down projection of the feed-forward layer.
 
-Asynchronous tensor parallelism (--sp async) hides the other exchanges, too. It splits an exchange into t
-steps, each under the matmul of one shard of the layer.
+Without sequence parallelism, all ranks have all tokens of X and Z, and each repeats the norms and
+residual additions between pairs. With it, a rank has only T/t tokens there. Norms and residuals
+need no communication, because they treat tokens independently of each other.
 
-Shapes: T tokens of a micro-batch (flat), H hidden, V vocabulary. A whole A has R rows, and a whole B has
-C columns. [T/t, H] is what a rank has between layers; without sequence parallelism it is [T, H].
+Symbols: t ranks, T tokens of a micro-batch (all its sequences, flattened), H hidden, V vocabulary.
+         A is [R, H] and B is [H, C]; a rank has [R/t, H] and [H, C/t]. R is C, or 2 C with SwiGLU.
+         [T/t, H] is a rank's tensor between pairs. Without sequence parallelism, read it as [T, H].
+         Capitals (X, S, Y, Z) have all T tokens; x and z have the rank's T/t.
 
-Saves: A rank stores 1/t of the matrices of each pair (at least one head of wk and wv), of the embedding
-       and of the head; of their gradients and optimizer state; and of activations inside a pair. With
-       sequence parallelism also of activations between pairs.
+Saves: A rank stores 1/t of the matrices of each pair (at least one head of wk and wv), and 1/t of
+       the embedding and the head. It also stores 1/t of their gradients and optimizer states, and
+       1/t of the activations inside a pair. With sequence parallelism, the same holds for the
+       activations between pairs.
 Costs: A layer has two pairs: 4 all-reduces of T H elements in forward and backward. With sequence
-       parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes. 2 more all-gathers fetch X
-       in backward, and 2 more fetch dZ if backward is split.
-       With sequence parallelism norms see T/t tokens, so their gradients are summed over ranks (zero.py).
+       parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes. 2 more all-gathers fetch
+       X in backward, and 2 more fetch dZ if backward is split.
        The embedding needs a g, the head an f, and the loss 3 numbers per token.
-Stops helping when: ranks are not on one fast network, since every layer waits for it; or R/t, C/t are small.
+Stops helping when: Ranks are not on one fast network, because every layer waits for it. Or R/t and
+       C/t are too small for fast matmuls.
+Easily wrong: With sequence parallelism, norms see different tokens on each rank. The gradients of
+       their weights are then terms of a sum over tp ranks (`along={"tp": "partial"}` in
+       core/param.py; zero.py computes the sum).
 
-Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism: their g is f, their g bar is
-g); Wang et al. 2023 (asynchronous).
+Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism; their g is our f, and
+their g bar is our g); Wang et al. 2023 (asynchronous tensor parallelism).
 """
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,6 +57,7 @@ from core.collectives import (
     ALONE,
     MAX,
     AllGather__ReduceScatter,
+    AllReduce__Identity,
     Group,
     Identity__AllReduce,
     Pending,
@@ -76,19 +79,113 @@ from core.gradients import (
     stacked_weight,
     start_weight_grad,
 )
-from core.param import IGNORED, Spec, acc_dtype, check_labels, draw, local_box, parameter, shard_slice
+from core.param import IGNORED, Spec, acc_dtype, check_labels, parameter, shard_slice
 from operations import uses_kernels
 from recompute import is_recomputing
 
 MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a parameter
 
 
+# ---- the plain version: a pair of linear layers ---------------------------------------------------------------------
+# f and g are autograd Functions. The name of a Function has the collective of its forward, then
+# "__", then the collective of its backward.
+#
+# f    All ranks have the same X, and each multiplies it by different rows of A. Autograd on one rank
+#      knows only that rank's rows, and computes one term of dX. So the backward of f sums over ranks.
+# g    Each rank has one term of Z. After g, all ranks have the same Z and compute the same from it. So
+#      every rank already has the complete dZ, and the backward of g does nothing.
+
+class PlainColumn(nn.Module):
+    """f, then S_r = X A_r^T: [T, H] -> [T, R/t]. a: the whole matrix A [R, H]. This rank keeps its rows, A_r."""
+    f = Identity__AllReduce.apply
+
+    def __init__(self, a: Tensor, group: Group):
+        super().__init__()
+        shards = a.tensor_split(group.size, dim=0)
+        self.weight = nn.Parameter(shards[group.rank].clone())
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.f(x, self.group)
+        return x @ self.weight.t()
+
+
+class PlainRow(nn.Module):
+    """Y_r B_r^T, then g: [T, C/t] -> [T, H]. b: the whole matrix B [H, C]. This rank keeps its columns, B_r."""
+    g = AllReduce__Identity.apply
+
+    def __init__(self, b: Tensor, group: Group):
+        super().__init__()
+        shards = b.tensor_split(group.size, dim=1)
+        self.weight = nn.Parameter(shards[group.rank].clone())
+        self.group = group
+
+    def forward(self, y: Tensor) -> Tensor:
+        term = y @ self.weight.t()
+        return self.g(term, self.group)
+
+
+# ---- sequence parallelism -------------------------------------------------------------------------------------------
+# Only f and g change. An all-reduce is a reduce-scatter followed by an all-gather. Now g does the
+# first half, and the f of the next pair does the second half. Between the two, a rank has T/t
+# tokens.
+
+class ReduceScatter__AllGather(Function):
+    """Each rank has one term of the sum, and gets the sum of its own rows: [T, ...] -> [T/t, ...]."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_rows(x, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_rows(grad, ctx.group).wait(), None
+
+
+class PlainSequenceColumn(PlainColumn):
+    """[T/t, H] -> [T, R/t]."""
+    f = AllGather__ReduceScatter.apply
+
+
+class PlainSequenceRow(PlainRow):
+    """[T, C/t] -> [T/t, H]."""
+    g = ReduceScatter__AllGather.apply
+
+
+# ---- the real layers ------------------------------------------------------------------------------------------------
+# They compute the same as the plain layers, in other ways.
+#
+#                        plain layers                             real layers
+#     saved by Column    autograd saves X [T, H]                  x [T/t, H]; backward gathers X again
+#     exchanges          the computation waits for each           Column's backward hides two under matmuls
+#     dA, dB             new tensors, which autograd adds up      added to gradient buffers (core/gradients.py)
+#     wq, wk, wv         a Column each                            one Column: one gather, one matmul, one dX
+#
+# So their backward is written by hand. This is what it would be if no exchange were hidden.
+#
+#     Column    forward     X = gather(x)         f
+#                           S = X A^T             saves x
+#               backward    X = gather(x)
+#                           dX = dS A
+#                           dx = reduce(dX)
+#                           dA += dS^T X
+#
+#     Row       forward     Z = Y B^T             this rank's term of the sum; saves Y
+#                           z = reduce(Z)         g
+#               backward    dZ = gather(dz)
+#                           dY = dZ B
+#                           dB += dZ^T Y
+
 class TensorParallel(NamedTuple):
     """Which exchanges layers make. Functions take it as `tp`.
 
-    group: by default one rank, which exchanges nothing. The weights' shards follow from their Specs.
-    sequence: sequence parallelism. Between layers each rank has T/t contiguous tokens, in rank order.
-    async_tp: asynchronous tensor parallelism. It needs `sequence`, and does not work with FP8.
+    group: by default one rank, which exchanges nothing. The weights' shards follow from their
+    Specs.
+    sequence: sequence parallelism. Between layers each rank has T/t contiguous tokens, in rank
+    order.
+    async_tp: asynchronous tensor parallelism (the last section). It needs `sequence`, and does not
+    work with FP8.
     """
     group: Group = ALONE
     sequence: bool = False
@@ -114,47 +211,34 @@ class TensorParallel(NamedTuple):
         return all_reduce(terms, self.group, async_op=True)
 
     def gather_with_grad(self, x: Tensor) -> Tensor:
-        """f, for autograd: [T/t, ...] -> [T, ...]. For a tensor that ranks use differently outside of a Column: latents
-        (mla.py), and the input of the fused head."""
+        """The f of the plain layers: [T/t, ...] -> [T, ...].
+
+        Tensors need it that ranks use differently, outside of a Column: latents (mla.py), and the
+        input of the fused head.
+        """
         if self.sequence:
             return AllGather__ReduceScatter.apply(x, self.group)
         return Identity__AllReduce.apply(x, self.group)
 
 
-# ---- linear layers --------------------------------------------------------------------------------------------------
-# If nothing were hidden, the two layers of a pair would be these lines. x, dx, z and dz are this rank's
-# T/t tokens. X, S, Y, Z and their gradients have all T tokens.
+# Weights are inputs of the Functions below, although they get None as their gradient. Autograd then
+# runs their hooks, which tell a weight's bucket (dp.py, zero.py) that its gradient is complete.
 #
-#     Column    forward     X = gather(x)         f
-#                           S = X A^T             saves x
-#               backward    X = gather(x)
-#                           dX = dS A
-#                           dx = reduce(dX)
-#                           dA += dS^T X
+# Four features each change a line or two of the pseudo-code above.
 #
-#     Row       forward     Z = Y B^T             this rank's term of the sum; saves Y
-#                           z = reduce(Z)         g
-#               backward    dZ = gather(dz)
-#                           dY = dZ B
-#                           dB += dZ^T Y
-#
-# Four features change some of these lines:
-#
-#     mm                  In FP8 an fp8.Fp8 makes the three products, in place of `Matmul`.
-#     tp.async_tp         A gather and a product are one function, and so are a product and a reduction.
-#     is_recomputing()    A block's second forward comes just before its backward. Column saves X there,
-#                         and does not gather again. Row skips a product that backward does not read.
-#     is_deferring()      The first half of a split backward (zero-bubble pipelines) computes dx and dY,
-#                         and queues dA and dB for the second half.
-#
-# dA and dB are added to gradient buffers (core/gradients.py), and autograd gets None for weights. Weights are
-# inputs of the Functions all the same, so that autograd runs their hooks, which tell a weight's bucket
-# that its gradient is complete.
+#     mm                  the three products of a layer: `Matmul` below, or in FP8 an fp8.Fp8
+#     tp.async_tp         an exchange and a product are one function; see the last section
+#     is_recomputing()    full recomputation runs a block's forward again, just before its backward.
+#                         Column then saves X, and does not gather again. Row skips its product,
+#                         because backward does not read it.
+#     is_deferring()      the first half of a split backward (zero-bubble pipelines) computes dx and dY,
+#                         and queues dA and dB for the second half
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t].
 
-    weights: A. Weights with the same input (queries, keys, values) share a gather, a matmul and a dX.
+    weights: A_r, or several matrices with the same input, one below the other (queries, keys,
+    values).
     defer: False to compute dA in the first half of a split backward, too.
     """
 
@@ -172,28 +256,36 @@ class Column(Function):
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
 
+    # Two exchanges of backward run under its two matmuls.
+    #
+    #     before    network    ├─ gather X ─┤               ├─ reduce dX ─┤
+    #               compute                 ├─ dX = dS A ──┤              ├─ dA += dS^T X ─┤
+    #
+    #     now       network    ├─ gather X ──┤├─ reduce dX ─────┤
+    #               compute    ├─ dX = dS A ─┤├─ dA += dS^T X ──┤
+
     @staticmethod
     def backward(ctx, ds):
         tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         ds = mm.prepare_grad(ds)
         gather = done if ctx.saves_gathered else tp.gather
-        # Before: gather X and wait, dX = dS A, reduce dX and wait, dA += dS^T X.
-        # Now:    the gather of X runs under dS A, and the reduction of dX under dS^T X.
         add_da = start_weight_grad(weights, partial(gather, x), lambda out, gathered: mm.wgrad(out, ds, gathered),
-                                   ctx.defer)
+                                   ctx.defer)  # starts to gather X, unless dA is queued
         if tp.async_tp and ctx.defer and is_deferring():  # dA is queued, and cannot hide the reduction
             dx = done(matmul_reduce_scatter(ds, stacked_weight(weights), tp.group))
         else:
             dx = tp.reduce(mm.dgrad(ds, weights))
-        add_da()  # does nothing if dA is queued
+        add_da()  # waits for X and adds dA; does nothing if dA is queued
         return dx.wait(), None, None, None, *[None] * len(weights)
 
 
 class Row(Function):
     """Z = Y B^T, then g: [T, C/t] -> [T/t, H].
 
-    weight: B. skip: return zeros instead, in a recomputed block whose backward does not read Z.
+    Its backward waits for dZ, on which both products depend: only asynchronous tensor parallelism
+    hides this gather.
+    weight: B_r. skip: return zeros instead, in a recomputed block whose backward does not read Z.
     """
 
     @staticmethod
@@ -209,7 +301,8 @@ class Row(Function):
 
     @staticmethod
     def backward(ctx, dz):
-        tp, mm, weights, y = ctx.tp, ctx.mm, ctx.weights, ctx.saved_tensors[0].detach()
+        tp, mm, weights = ctx.tp, ctx.mm, ctx.weights
+        y = ctx.saved_tensors[0].detach()
         if tp.async_tp:
             dy, gathered = all_gather_matmul(dz, stacked_weight(weights), tp.group)
         else:
@@ -224,16 +317,17 @@ class Row(Function):
 
 
 class Matmul:
-    """The three products of a linear layer Y = X W^T, where W is all weights, stacked along their output dimension.
+    """The three products of a linear layer Y = X W^T, where W is all weights, one below the other.
 
     fp8.Fp8 has the same methods, and multiplies in FP8.
     """
 
     def begin(self) -> "Matmul":
-        """Return what multiplies in one forward and its backward: this, or in FP8 a copy that keeps the scales."""
+        """Return the object that multiplies in one forward and its backward: this, or in FP8 a copy with its scales."""
         return self
 
     def forward(self, x: Tensor, weights: Params) -> Tensor:
+        """Y = X W^T."""
         return x @ stacked_weight(weights).t()
 
     def prepare_grad(self, dy: Tensor) -> Any:
@@ -251,8 +345,6 @@ class Matmul:
 
 MATMUL = Matmul()
 
-
-# ---- modules --------------------------------------------------------------------------------------------------------
 
 class ColumnParallelLinear(nn.Module):
     """[T/t, H] -> [T, R/t]: one or several weights with the same input. Their outputs are concatenated."""
@@ -277,9 +369,14 @@ class RowParallelLinear(nn.Module):
         self.weight = make(spec)
 
     def forward(self, x: Tensor, tp: TensorParallel, skip: bool = False) -> Tensor:
-        """skip: return zeros instead, in a recomputed block whose backward does not read the result."""
+        """skip: see Row."""
         return Row.apply(x, tp, self.mm, skip, self.weight)
 
+
+# ---- embedding ------------------------------------------------------------------------------------------------------
+# The table [V, H] is sharded by rows, that is by vocabulary. A rank looks up the tokens whose rows
+# it has, and takes zeros for the others. For each token one rank has its row, and g sums over
+# ranks.
 
 class VocabParallelEmbedding(nn.Module):
     """Look up the rows of tokens in a table [V/t, H]: [T] -> [T/t, H]. Tokens below 0 are padding, and get zeros."""
@@ -293,39 +390,6 @@ class VocabParallelEmbedding(nn.Module):
         torch._assert_async((tokens < vocab_size).all(), f"a token is not below {vocab_size}")  # see check_labels
         return Embed.apply(tokens, self.table, tp)
 
-
-class VocabParallelHead(nn.Module):
-    """Compute logits [T, V/t] of [T/t, H] with a table [V/t, H], or with labels [T] the sum of the tokens' losses.
-
-    weight: the embedding's table, if the two are tied and this rank has it. z_loss: see cross_entropy.
-    loss_grad: the gradient that the sum will have in backward (default 1). Only the fused kernel needs
-    it in forward.
-    """
-
-    def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
-        super().__init__()
-        self.weight, self.z_loss = make(spec) if weight is None else weight, z_loss
-
-    def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
-                loss_grad: Tensor | None = None) -> Tensor:
-        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross entropy
-        vocab_size = self.weight.spec.shape[0]
-        if labels is not None and uses_kernels(x):  # this kernel never stores all logits
-            from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
-            x = tp.gather_with_grad(x) if tp.size > 1 else x
-            return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab_size=vocab_size, group=tp.group,
-                                        loss_grad=loss_grad)
-        logits = Column.apply(x, tp, MATMUL, False, self.weight)  # not deferred: dS is as large as all logits
-        return logits if labels is None else cross_entropy(logits, labels, z_loss, vocab_size, tp.group)
-
-
-# ---- the vocabulary -------------------------------------------------------------------------------------------------
-# The table is sharded by rows. A rank looks up the tokens whose rows it has, takes zeros for the others,
-# and g sums these terms. No rank has all V logits of a token. With l_r, the logsumexp of rank r's logits,
-#
-#     loss = logsumexp - logit of the label,    logsumexp = m + log(sum over r of exp(l_r - m)),    m = max l_r
-#
-# takes three numbers per token: one all-reduce of m, and one of both sums (one rank has the label's logit).
 
 class Embed(Function):
     """Rows of a table [V/t, H], then g. Gradients are added row by row: a dense gradient would be mostly zeros."""
@@ -354,14 +418,74 @@ def local_index(tokens: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
     return (tokens - vocab.start).clamp(0, vocab.stop - vocab.start - 1), in_shard
 
 
+# ---- head and loss: vocabulary-parallel cross-entropy ---------------------------------------------------------------
+# The head is a column parallel layer: each rank computes the logits of its V/t tokens of the
+# vocabulary. They are never gathered, so no rank has all V logits of a token. Let l_r be the
+# logsumexp of rank r's logits. This is the loss of a token.
+#
+#     loss = logsumexp - (logit of the label)
+#     logsumexp = m + log(sum over r of exp(l_r - m)),    m = max over r of l_r
+#
+# That takes three numbers per token: one all-reduce of m, and one of two sums. The second sum is of
+# the label's logit, which is 0 on ranks that do not have the label.
+
+class VocabParallelHead(nn.Module):
+    """Compute logits [T, V/t] of [T/t, H] with a table [V/t, H], or with labels [T] the sum of the tokens' losses.
+
+    weight: the embedding's table, if the two are tied and this rank has it. z_loss: see
+    cross_entropy.
+    loss_grad: the gradient that the sum will have in backward (default 1). Only the fused kernel
+    needs it in forward.
+    """
+
+    def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
+        super().__init__()
+        self.weight = make(spec) if weight is None else weight
+        self.z_loss = z_loss
+
+    def forward(self, x: Tensor, tp: TensorParallel, labels: Tensor | None = None,
+                loss_grad: Tensor | None = None) -> Tensor:
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross-entropy
+        vocab_size = self.weight.spec.shape[0]
+        if labels is not None and uses_kernels(x):  # this kernel never stores all logits
+            from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
+            x = tp.gather_with_grad(x) if tp.size > 1 else x
+            return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab_size=vocab_size, group=tp.group,
+                                        loss_grad=loss_grad)
+        logits = Column.apply(x, tp, MATMUL, False, self.weight)  # not deferred: dS is as large as all logits
+        return logits if labels is None else cross_entropy(logits, labels, z_loss, vocab_size, tp.group)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab_size: int | None = None,
+                  group: Group = ALONE) -> Tensor:
+    """Return the sum (not the mean) of the tokens' losses in nats. Tokens with the label IGNORED have no loss.
+
+    logits: [..., V/t], of this rank's part of the vocabulary, shard_slice(V, t, rank).
+    labels: [...], tokens or IGNORED; RuntimeError for others (param.check_labels).
+    vocab_size: V. By default there is one rank, whose logits are all V.
+    z_loss: coefficient of the square of logsumexp, which is added to a token's loss so that logits
+    do not drift (Chowdhery et al. 2022, section 5).
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    vocab = shard_slice(vocab_size, group.size, group.rank)
+    assert logits.shape[-1] == vocab.stop - vocab.start, f"{logits.shape[-1]} logits per token, but {vocab}"
+    check_labels(labels, vocab_size)
+    return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), z_loss, vocab, group)
+
+
 class CrossEntropy(Function):
-    """Saves the logits in their own dtype, and a few numbers per token; backward computes the probabilities again."""
+    """Saves the logits in their own dtype, and a few numbers per token. Backward computes the probabilities again:
+
+        d loss / d logit_v = p_v - (1 if v is the label),    p_v = exp(logit_v - logsumexp)
+
+    The z-loss z logsumexp^2 adds 2 z logsumexp p_v.
+    """
 
     @staticmethod
     def forward(ctx, logits, labels, z_loss, vocab, group):
         upcast = logits.to(acc_dtype(logits.dtype))
         index, in_shard = local_index(labels, vocab)
-        shard_logsumexp = upcast.logsumexp(-1)
+        shard_logsumexp = upcast.logsumexp(-1)  # l_r
         largest = shard_logsumexp.clone()  # m, which is subtracted so that exp cannot overflow
         all_reduce(largest, group, MAX)
         label_logit = upcast.gather(-1, index[:, None])[:, 0] * in_shard
@@ -382,30 +506,23 @@ class CrossEntropy(Function):
         return out.to(logits.dtype), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0, vocab_size: int | None = None,
-                  group: Group = ALONE) -> Tensor:
-    """Return the sum (not the mean) of the tokens' losses in nats. Tokens with the label IGNORED have no loss.
-
-    logits: [..., V/t], of this rank's part of the vocabulary, shard_slice(V, t, rank).
-    labels: [...], tokens or IGNORED; RuntimeError for others (param.check_labels).
-    vocab_size: V. By default there is one rank, whose logits are all V.
-    z_loss: coefficient of the square of logsumexp, which is added to a token's loss so that logits do
-    not drift (Chowdhery et al. 2022, section 5).
-    """
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    vocab = shard_slice(vocab_size, group.size, group.rank)
-    assert logits.shape[-1] == vocab.stop - vocab.start, f"{logits.shape[-1]} logits per token, but {vocab}"
-    check_labels(labels, vocab_size)
-    return CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), z_loss, vocab, group)
-
-
-# ---- asynchronous: rings that hide an exchange under the layer's own matmul -----------------------------------------
-# In forward, in a row layer's backward and in a split backward, no other matmul can hide a linear layer's
-# exchange. So it is split into steps round a ring of ranks, each under the matmul of one shard.
+# ---- asynchronous tensor parallelism: rings that hide an exchange under the layer's own matmul ----------------------
+# Where Column's backward hides an exchange, the matmul beside it does not depend on it. Elsewhere
+# there is no such matmul: in forward, in Row's backward, and in a split backward. With --sp async,
+# an exchange is split into steps round a ring of ranks. Each step moves one shard of tokens, and is
+# hidden under the matmul of another shard.
 #
-# Where kernels.py runs, torch's operators take these steps: ranks copy each other's shards from symmetric
-# memory, which all of them must reach (NVLink). That takes few calls, and no kernels of NCCL, which would
-# take SMs from the matmuls.
+# Where kernels.py runs, torch's operators take these steps: ranks copy each other's shards from
+# symmetric memory, which all of them must reach (NVLink). That takes few calls, and no kernels of
+# NCCL, which would take SMs from the matmuls.
+
+# On rank 0 of 3, with X_r the tokens of rank r.
+#
+#     before    network    ├─ gather X_0 X_1 X_2 ─┤
+#               compute                           ├─ X_0 A^T ─┤├─ X_1 A^T ─┤├─ X_2 A^T ─┤
+#
+#     now       network    ├─ get X_2 ─┤├─ get X_1 ─┤
+#               compute    ├─ X_0 A^T ─┤├─ X_2 A^T ─┤├─ X_1 A^T ─┤
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return (gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
@@ -416,8 +533,6 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
             gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
                 x, [matrix], 0, group.process_group.group_name)
         return product, gathered
-    # Before: gather all n shards, then multiply them.
-    # Now:    multiply the shard that is here while the next one is being received.
     gathered = x.new_empty(len(x) * n, x.shape[1])
     product = x.new_empty(len(gathered), matrix.shape[1])
     shards, products = gathered.chunk(n), product.chunk(n)
@@ -430,14 +545,21 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     return product, gathered
 
 
+# On rank 0 of 3, with Y_r and Z_r for the tokens of rank r. The sum Z_r travels round the ring.
+# Every rank adds its term, and rank r gets the sum when it is complete.
+#
+#     before    network                                           ├─ reduce-scatter Z ─┤
+#               compute    ├─ Y_0 B^T ─┤├─ Y_1 B^T ─┤├─ Y_2 B^T ─┤
+#
+#     now       network                 ├─ send Z_2, get Z_1 ─┤├─ send Z_1, get Z_0 ─┤
+#               compute    ├─ Y_2 B^T ─┤├─ Y_1 B^T ───────────┤├─ Y_0 B^T ───────────┤
+
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of x @ matrix, summed over ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
     n, me = group.size, group.rank
     if n > 1 and uses_kernels(x):
         with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
-    # Before: multiply all n shards of tokens, then sum over ranks.
-    # Now:    multiply one shard while the sum of another is being sent. Each sum passes all ranks.
     shards = x.chunk(n)
     total = shards[me - 1] @ matrix  # the sum of rank me-1's shard starts here, and reaches that rank n-1 hops later
     for hop in range(1, n):
@@ -452,33 +574,40 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
 # ---- demo: python tp.py ---------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
-    """Run a pair of matrices in three ways, count what each sends, and compare with whole matrices on one rank."""
+    """Run a pair of matrices in five ways, count the elements that each sends, and compare with one rank."""
     t, H = group.size, 32
-    T = 64 // t * t
-    A = Spec("A", (4 * H, H), {"tp": 0}, std=0.2)
-    B = Spec("B", (H, 4 * H), {"tp": 1}, std=0.2)
-    make = partial(parameter, groups={"tp": group}, dtype=torch.float64)
-    up, down = ColumnParallelLinear(make, A), RowParallelLinear(make, B)
-    for weight in (*up.parameters(), *down.parameters()):
-        weight.data = draw(0)(weight.spec, weight.box).double()
-    x, dz = torch.randn(2, T, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    T, C = 64 // t * t, 4 * H // t * t
+    generator = torch.Generator().manual_seed(0)
+    a, b, x, dz = (torch.randn(shape, dtype=torch.float64, generator=generator) / 4
+                   for shape in ((C, H), (H, C), (T, H), (T, H)))
 
-    whole_a, whole_b = (draw(0)(spec, local_box(spec, {})).double() for spec in (A, B))
+    make = partial(parameter, groups={"tp": group}, dtype=torch.float64)
+    up = ColumnParallelLinear(make, Spec("A", a.shape, {"tp": 0}))
+    down = RowParallelLinear(make, Spec("B", b.shape, {"tp": 1}))
+    up.weights[0].data = a[up.weights[0].box]  # box: the rows and columns that this rank has
+    down.weight.data = b[down.weight.box]
+    ways: dict[str, tuple[Callable, Callable, bool]] = {  # column layer, row layer, whether tokens are sharded
+        "plain layers": (PlainColumn(a, group), PlainRow(b, group), False),
+        "plain, sequence parallel": (PlainSequenceColumn(a, group), PlainSequenceRow(b, group), True)}
+    for title, tp in {"tensor parallel": TensorParallel(group),
+                      "and sequence parallel": TensorParallel(group, sequence=True),
+                      "asynchronous": TensorParallel(group, sequence=True, async_tp=True)}.items():
+        ways[title] = partial(up, tp=tp), partial(down, tp=tp), tp.sequence
+
     whole_x = x.clone().requires_grad_()
-    whole_z = torch.tanh(whole_x @ whole_a.t()) @ whole_b.t()
+    whole_z = torch.tanh(whole_x @ a.t()) @ b.t()
     whole_z.backward(dz)
     expected = torch.stack((whole_z.detach(), whole_x.grad))
 
     if group.rank == 0:
-        print(f"Matrices A {A.shape} and B {B.shape} on t = {t} ranks; T = {T} tokens, H = {H}\n")
+        print(f"t = {t} ranks, T = {T} tokens, H = {H}. A is {list(a.shape)}, and a rank has "
+              f"{list(up.weights[0].shape)}.\nB is {list(b.shape)}, and a rank has {list(down.weight.shape)}.\n")
     error = torch.zeros((), dtype=torch.float64)
-    for title, tp in {"tensor parallelism": TensorParallel(group),
-                      "and sequence parallelism": TensorParallel(group, sequence=True),
-                      "asynchronous": TensorParallel(group, sequence=True, async_tp=True)}.items():
+    for title, (column, row, is_sharded) in ways.items():
         sent.clear()
-        own = shard_slice(T, t, group.rank) if tp.sequence else slice(T)
+        own = shard_slice(T, t, group.rank) if is_sharded else slice(T)
         own_x = x[own].clone().requires_grad_()
-        z = down(torch.tanh(up(own_x, tp)), tp)
+        z = row(torch.tanh(column(own_x)))
         z.backward(dz[own])
         difference = torch.stack((z.detach(), own_x.grad)) - expected[:, own]
         error = torch.maximum(error, difference.abs().max() / expected.abs().max())
@@ -487,7 +616,10 @@ def demo(group: Group) -> None:
             print(f"    {title:24s}   {len(own_x)} tokens between pairs   sent: {units} x (t-1)/t of T H")
     all_reduce(error, group, MAX)
     if group.rank == 0:
-        print(f"\nZ and dX are what one rank with whole matrices computes. Relative difference: {error:.0e}")
+        if t > 1:
+            print("\nSequence parallelism keeps 1/t of the tokens between pairs, and the plain layers send as much\n"
+                  "as before. The real ones send more: they save 1/t of X for backward, and gather it again.")
+        print(f"\nOne rank with whole matrices computes the same Z and dX. Relative difference: {error:.0e}")
 
 
 if __name__ == "__main__":
