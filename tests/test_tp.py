@@ -118,6 +118,71 @@ def test_a_pair_of_matrices_equals_the_dense_one(pool, n):
         assert max(map(max, errors.values())) < 1e-13, errors
 
 
+def trained(column: str, row: str) -> tuple[float, list[torch.Tensor]]:
+    """A two-layer MLP of the file's plain layers after three steps of AdamW: the last loss, and this rank's weights."""
+    group, T = grids.everyone(), 24
+    up = getattr(tp, column)(normal(15, 10, seed=1), group)
+    down = getattr(tp, row)(normal(10, 15, seed=2), group)
+    is_sharded = column == "PlainSequenceColumn"
+    part = shard_slice(T, group.size, group.rank) if is_sharded else slice(None)
+    x, wanted = normal(T, 10, seed=3)[part], normal(T, 10, seed=4)[part]
+    optimizer = torch.optim.AdamW([*up.parameters(), *down.parameters()], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = (down(torch.tanh(up(x))) - wanted).square().sum()
+        loss.backward()
+        optimizer.step()
+    total = collectives.sum_over_ranks(loss.detach(), group) if is_sharded else loss.detach()
+    return total.item(), [up.weight.detach(), down.weight.detach()]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("column, row", [("PlainColumn", "PlainRow"), ("PlainSequenceColumn", "PlainSequenceRow")])
+def test_an_mlp_of_plain_layers_trains_as_in_one_process(pool, n, column, row):
+    """Torch's own linear layers, AdamW and loss are the reference. 15 hidden channels: uneven shards on 2 ranks."""
+    a, b = (torch.nn.Parameter(normal(*shape, seed=seed)) for shape, seed in (((15, 10), 1), ((10, 15), 2)))
+    optimizer = torch.optim.AdamW([a, b], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        want = (F.linear(torch.tanh(F.linear(normal(24, 10, seed=3), a)), b) - normal(24, 10, seed=4)).square().sum()
+        want.backward()
+        optimizer.step()
+    results = pool.run(n, "test_tp:trained", column=column, row=row)
+    for loss, _ in results:
+        assert loss == pytest.approx(want.item(), rel=1e-12)
+    shards = zip(*(weights for _, weights in results))
+    for dim, whole, parts in zip((0, 1), (a, b), shards, strict=True):
+        assert {part.shape[dim] for part in parts} == ({7, 8} if n == 2 else {15 // n})
+        assert (torch.cat(parts, dim) - whole).abs().max() < 1e-12 * whole.abs().max()
+
+
+def plain_gradients(column: str, row: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Z of two pairs of plain layers one after the other, and the gradient of their input."""
+    group, T = grids.everyone(), 24
+    layers = [getattr(tp, name)(normal(*shape, seed=seed), group)
+              for seed, (name, shape) in enumerate(2 * [(column, (12, 10)), (row, (10, 12))])]
+    part = shard_slice(T, group.size, group.rank) if column == "PlainSequenceColumn" else slice(None)
+    x = normal(T, 10, seed=9)[part].requires_grad_()
+    z = x
+    for up, down in zip(layers[::2], layers[1::2]):
+        z = z + down(torch.tanh(up(torch.tanh(z))))
+    z.square().sum().backward()
+    return z.detach(), x.grad
+
+
+@pytest.mark.parametrize("column, row", [("PlainColumn", "PlainRow"), ("PlainSequenceColumn", "PlainSequenceRow")])
+def test_plain_pairs_pass_complete_gradients_on(pool, column, row):
+    a, b, c, d = (normal(*shape, seed=seed) for seed, shape in enumerate(2 * [(12, 10), (10, 12)]))
+    x = normal(24, 10, seed=9).requires_grad_()
+    y = x + torch.tanh(torch.tanh(x) @ a.t()) @ b.t()
+    z = y + torch.tanh(torch.tanh(y) @ c.t()) @ d.t()
+    z.square().sum().backward()
+    for rank, found in enumerate(pool.run(3, "test_tp:plain_gradients", column=column, row=row)):
+        part = shard_slice(24, 3, rank) if column == "PlainSequenceColumn" else slice(None)
+        for got, want in zip(found, (z, x.grad), strict=True):
+            assert (got - want[part]).abs().max() < 1e-12 * want.abs().max()
+
+
 def rounded(sequence: bool) -> list[float]:
     """How many elements of the results of a column and a row parallel layer in bf16, and of their inputs' gradients,
     are those of products in fp64 that each rank rounds once."""
