@@ -1,9 +1,5 @@
 """Expert parallelism: experts are sharded over ranks, and each token is sent to the ranks that have its experts.
 
-Two ranks, four experts, and each token uses k = 2 of them. Rank 0 has tokens a b c, rank 1 has d e.
-A bar separates what goes to, or comes from, rank 0 and rank 1; a0 is what expert 0 makes of a, times
-its gate:
-
                                         rank 0, experts 0 and 1        rank 1, experts 2 and 3
     Router      choose                  a: 0 2   b: 2 3   c: 0 1       d: 1 2   e: 2 3
     Dispatch    permute by rank         a c | a b                      d | d e
@@ -14,34 +10,46 @@ its gate:
                 all-to-all              a0  c0+c1 | a2  b2+b3          d1 | d2  e2+e3
                 unpermute               a0+a2   b2+b3   c0+c1          d1+d2   e2+e3
 
-A layer has E feed-forward networks, its experts. A router chooses k of them for each token, whose
-result is the sum of their results, each times a gate. Dispatch sends one copy of a token to each rank
-that has any of its experts; combine sends results back, already summed over the experts of a rank.
-The backward of dispatch is a combine, and the backward of combine is a dispatch.
+The figure has two ranks, and each token uses two of four experts. Rank 0 has tokens a b c, rank 1
+has d e. A bar separates copies for, or from, rank 0 and rank 1. a0 is expert 0's result for a,
+times its gate.
 
-    route, gates = router(x, info, group)      # info: a RoutingInfo
-    dispatched = route.dispatch(x, gates)      # starts the all-to-all
-    y = shared_experts(x)                      # hides it
-    y = y + route.combine(experts(*dispatched.wait(), route))      # combine is waited for
+A layer has E feed-forward networks, its experts. A router chooses k of them for each token, and the
+token's result is the sum of their results, each times a number, its gate. Each of n ranks has
+tokens of its own, and E/n of the experts. Dispatch sends one copy of a token to each rank that has
+any of its experts, and combine sends the results back, already summed over the experts of a rank.
+The backward of dispatch is a combine of gradients, and the backward of combine is a dispatch.
 
-n ranks have E experts, e = E/n each. Tokens, copies and rows are vectors [H]:
+Symbols: E experts, e = E/n of them on each of n ranks; expert i is on rank i // e. A token uses k
+         experts. H hidden, F the width inside an expert. Tokens, copies and rows are vectors [H]:
 
-    token    A rank routes T tokens, which belong to B sequences of S tokens.
-    copy     A token that is sent to one rank. A rank sends U copies, and receives M copies.
-    row      A received copy that one expert reads. The experts of a rank read R rows.
+         token    A rank routes T tokens, which belong to B sequences of S tokens.
+         copy     A token that is sent to one rank. A rank sends U copies, and receives M copies.
+         row      A received copy that one expert reads. The experts of a rank read R rows.
+
+         In the figure, rank 0 has T = 3 tokens, sends U = 4 copies (a c | a b), receives M = 3
+         copies (a c | d), and its experts read R = 4 rows (a c | c d).
 
 Saves: A rank stores 1/n of the experts' weights and gradients, and of their optimizer state, which
        ZeRO may shard anyway.
 Costs: There are four exchanges: dispatch and combine in forward, and both in backward. Each sends
        T u H (n-1)/n elements, where u is the number of ranks that have any of a token's experts. If
-       all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)), which is 5.3 for k = 8 of 256
-       experts on 8 ranks. Full recomputation repeats dispatch.
-       Shared experts hide dispatch and its backward. Nothing hides combine.
-       A copy carries the numbers of its k experts, sent once and not hidden. With each dispatch go
-       its k gates, and in backward their gradients come back. Each of these is 4 k bytes.
+       all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)), with binomial coefficients
+       C. That is 5.3 for k = 8 of 256 experts on 8 ranks. Full recomputation repeats dispatch.
+
+       Shared experts, which compute all tokens, hide dispatch and its backward. Nothing hides
+       combine.
+
+       The k expert numbers of each copy are sent before it, once and not hidden. With each dispatch
+       go its k gates, and in backward their gradients come back. Each of these is 4 k bytes.
+
        Ranks exchange counts once per layer and micro-batch. The host waits for the device there, to
        learn how many rows there are.
-Stops helping when: experts get too few rows for a fast matmul, or one gets so many that all ranks wait for it.
+Stops helping when: Experts get too few rows for a fast matmul, or one expert gets so many that all
+       ranks wait for it.
+Easily wrong: A rank computes its experts for the tokens of all n ranks, so the gradients of experts
+       are not summed over the n ranks. The router's gradient is, because each rank routes only its
+       own tokens.
 
 Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks: no row is dropped,
 and none is padded); DeepSeek-AI 2025 (DeepEP: one copy per rank).
@@ -58,30 +66,112 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from core.collectives import (
-    ALONE,
+    AllToAll__AllToAll,
     Group,
     all_reduce,
     all_to_all,
+    calls,
     exchange_rows,
     gather_rows,
     run_demo,
+    sent,
     sum_over_ranks,
     to_device,
 )
 from core.config import Model, need
 from core.gradients import accumulate_grad, accumulate_product
-from core.param import Spec, acc_dtype, draw, parameter, shard_slice
+from core.param import Spec, acc_dtype, parameter, shard_slice
 from operations import swiglu
 from recompute import Recompute, decide_once, is_recomputing
 
-# ---- the route: which rows go where ---------------------------------------------------------------------------------
+# ---- the plain version: a mixture of experts on one rank ------------------------------------------------------------
+
+def plain_router(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k experts of each token, and their gates: both [T, k]. x: [T, H]. weight: [E, H]."""
+    scores = (x @ weight.t()).softmax(-1)  # [T, E]
+    gates, chosen = scores.topk(k)
+    return chosen, gates
+
+
+def plain_expert(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """A SwiGLU network: [rows, H] -> [rows, H]. gate_up: [2F, H]. down: [H, F]."""
+    return swiglu(rows @ gate_up.t()) @ down.t()
+
+
+def plain_mixture(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return the sum over each token's experts i of gate_i times expert_i(token): [T, H] -> [T, H].
+
+    chosen, gates: [T, k]. gate_up: [E, 2F, H]. down: [E, H, F].
+    """
+    y = torch.zeros_like(x)
+    for i in range(len(gate_up)):
+        tokens, choice = (chosen == i).nonzero(as_tuple=True)  # expert i is the choice-th expert of these tokens
+        results = plain_expert(x[tokens], gate_up[i], down[i])
+        y = y.index_add(0, tokens, gates[tokens, choice][:, None] * results)
+    return y
+
+
+# ---- the plain version on n ranks: one dispatch and one combine per expert ------------------------------------------
+# The loop stays the same. Before expert i computes, all ranks send their tokens for it to its rank;
+# then its rank sends the results back.
+
+def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor,
+                          group: Group) -> Tensor:
+    """Return what plain_mixture returns, for this rank's tokens: [T, H] -> [T, H].
+
+    chosen, gates: [T, k], for this rank's tokens.
+    gate_up, down: [e, 2F, H] and [e, H, F], the weights of this rank's experts.
+    x must require a gradient on every rank, because all ranks must take part in each exchange's
+    backward.
+    """
+    n, e = group.size, len(gate_up)
+    load = torch.bincount(chosen.flatten(), minlength=n * e)  # how many tokens of this rank chose each expert
+    loads = gather_rows(load[None], group).wait().tolist()  # [n, E], of all ranks
+    y = torch.zeros_like(x)
+    for i in range(n * e):
+        owner = i // e
+        to_send, to_receive = [0] * n, [0] * n  # how many rows, to and from each rank
+        to_send[owner] = loads[group.rank][i]
+        if group.rank == owner:
+            to_receive = [of_rank[i] for of_rank in loads]
+
+        tokens, choice = (chosen == i).nonzero(as_tuple=True)
+        rows = AllToAll__AllToAll.apply(x[tokens], to_receive, to_send, group)  # dispatch
+        if group.rank == owner:
+            rows = plain_expert(rows, gate_up[i % e], down[i % e])
+        results = AllToAll__AllToAll.apply(rows, to_send, to_receive, group)  # combine: back the same way
+        y = y.index_add(0, tokens, gates[tokens, choice][:, None] * results)
+    return y
+
+
+# ---- the real version: the route ------------------------------------------------------------------------------------
+# It computes the same, in other ways.
+#
+#     plain                                          real
+#     a token is sent once to each of its experts    once to each rank that has any of them
+#     two all-to-alls per expert                     two for all experts: copies are sorted by rank
+#     two matmuls per expert                         two grouped matmuls: rows are sorted by expert
+#     gates multiply results on the token's rank     gates travel with tokens, so that a rank sums before it sends back
+#     the computation waits for each exchange        dispatch is in flight while shared experts compute
+#
+# This is a layer:
+#
+#     route, gates = router(x, info, group)            # info: a RoutingInfo
+#     dispatched = route.dispatch(x, gates)            # starts the all-to-all
+#     y = shared_experts(x)                            # hides it
+#     rows, row_gates = dispatched.wait()
+#     y = y + route.combine(experts(rows, row_gates, route))
+#
+# The route comes first: a record of where tokens go, made before any token is sent. Copies is the
+# record of one sort; a route has two, by rank and by expert.
 
 class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination.
 
-    `sort_copies` makes them from a table [N, w], which has a row of destinations for each token. The
-    table's cells are numbered row by row. For example, this is `to_ranks` of rank 0 in the figure above.
-    A `-` is a rank that has none of the token's experts:
+    `sort_copies` makes them from a table [N, w], which has a row of destinations for each token.
+    The table's cells are numbered row by row. The example is `to_ranks` of rank 0 in the figure at
+    the top of this file, where tokens are sorted by rank. A `-` is a rank that has none of the
+    token's experts.
 
         table        cell numbers      copies      a  c | a  b      sorted by destination: rank 0 | rank 1
         a:  0  1     a:  0  1          cells       0  4 | 1  3      the cell that asks for each copy
@@ -90,8 +180,10 @@ class Copies(NamedTuple):
                                        by_token    0  2 | 3 | 1     a's copies are 0 and 2, b's is 3, c's is 1
                                        starts      0      2   3     where each token begins in by_token
 
-    `to_experts` is made in the same way, from a table [M, k] of the experts of each token that has
+    `to_experts` is made in the same way, from a table [M, k] of the experts of each copy that has
     arrived. Its copies are the rows of this rank's experts.
+
+    permute and unpermute are transposes of each other, so each is the other's derivative.
     """
     cells: Tensor  # [C], the table's cell that asks for each copy
     width: int  # w
@@ -112,15 +204,15 @@ class Copies(NamedTuple):
         return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
 
 
-def sort_copies(table: Tensor, count: int, C: int) -> Copies:
+def sort_copies(table: Tensor, destinations: int, C: int) -> Copies:
     """Sort the copies that a table [N, w] of destinations asks for.
 
-    A cell is a destination from 0 to count - 1, or another number that asks for no copy. C is the
-    number of copies. The caller passes it in because counting here would make the host wait.
+    A cell is a destination from 0 to destinations - 1, or another number that asks for no copy. C
+    is the number of copies. The caller passes it in because counting here would make the host wait.
     """
     w = table.shape[1]
-    is_copy = (table >= 0) & (table < count)
-    cells = table.where(is_copy, count).flatten().argsort(stable=True)  # cells that ask for no copy come last
+    is_copy = (table >= 0) & (table < destinations)
+    cells = table.where(is_copy, destinations).flatten().argsort(stable=True)  # cells that ask for no copy come last
     cells = cells[:C].clone()  # a view would keep all N w alive
     by_token = (cells // w).argsort(stable=True)
     per_token = is_copy.sum(1)
@@ -128,7 +220,7 @@ def sort_copies(table: Tensor, count: int, C: int) -> Copies:
 
 
 class Route(NamedTuple):
-    """Where a rank's tokens go, decided once per layer and micro-batch.
+    """Where a rank's tokens go: `make_route` decides it once per layer and micro-batch.
 
     Forward, backward and recomputation use the same route.
     """
@@ -149,28 +241,38 @@ class Route(NamedTuple):
 
 
 def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
-    """Decide where tokens go. chosen: [T, k], their experts. load: [E], how many tokens chose each expert."""
+    """Decide where tokens go. chosen: [T, k], their experts. load: [E], how many tokens chose each expert.
+
+    There are five steps. In the figure, these are the values of rank 0.
+
+        1  count               for rank 0: 2 copies, 2 + 1 rows          for rank 1: 2 copies, 2 + 1 rows
+        2  exchange counts     from rank 0: 2 copies, 2 + 1 rows         from rank 1: 1 copy, 0 + 1 rows
+        3  sort by rank        a c | a b
+        4  exchange choices    a: 0 2   c: 0 1 | d: 1 2
+        5  sort by expert      0: a c   1: c d
+    """
     T, k = chosen.shape
     n, e = group.size, len(load) // group.size  # expert i is on rank i // e
 
-    # 1. Count what each rank gets. A token that chose several experts of a rank is one copy and
-    #    several rows.
+    # 1. Count. A token that chose several experts of a rank is one copy and several rows there.
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)
     counts = torch.cat((is_sent.sum(0)[:, None], load.view(n, e)), 1)
 
-    # 2. Tell the other ranks. Now each rank knows the sizes of all that it sends and receives.
+    # 2. Exchange counts. Now each rank knows the sizes of all that it sends and receives.
     sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
 
-    # 3. Sort copies by rank. The experts of each copy are sent now, because step 4 needs them; the
-    #    copies themselves are sent in dispatch.
     if n == 1:
         to_ranks, experts = None, chosen
     else:
+        # 3. Sort by rank.
         ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; there is no rank n
         to_ranks = sort_copies(ranks, n, sum(sent))
+
+        # 4. Exchange choices, because step 5 needs the experts of each copy. Dispatch sends the
+        # copy.
         experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
 
-    # 4. Sort rows by expert. Subtraction numbers this rank's experts 0 to e - 1, and makes other ranks'
+    # 5. Sort by expert. Subtraction numbers this rank's experts 0 to e - 1, and makes other ranks'
     #    experts ask for no row here.
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
@@ -180,29 +282,34 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
     """Return (copies sent to each rank, copies received from each rank, rows of each of this rank's experts).
 
-    counts: [n, 1 + e]. For each rank, how many copies this rank sends to it, and how many rows they are
-    for each of its e experts. T and k: this rank has T tokens, which chose k experts each.
+    counts: [n, 1 + e]. For each rank, how many copies this rank sends to it, and how many rows they
+    are for each of its e experts. T and k: this rank has T tokens, which chose k experts each.
     run/dryrun.py replaces this function.
     """
-    n, from_ranks = group.size, torch.empty_like(counts)
+    n = group.size
+    from_ranks = torch.empty_like(counts)
     all_to_all(from_ranks, counts, [1] * n, [1] * n, group)
     # The host waits for the device here, and nowhere else in a layer.
-    counts_sent, counts_received = torch.stack((counts, from_ranks)).mT.tolist()
-    sent, *rows_sent = counts_sent  # a number per rank, then for each of e experts a number per rank
+    counts_sent, counts_received = torch.stack((counts, from_ranks)).mT.tolist()  # each [1 + e, n]
+    sent, *rows_sent = counts_sent
     received, *rows_received = counts_received
     assert sum(map(sum, rows_sent)) == T * k, "a choice of an expert was not counted, or counted twice"
     return sent, received, [sum(of_expert) for of_expert in rows_received]
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
-# Dispatch copies tokens, and combine sums results. Each is the backward of the other. The gradient of a
-# copied token is the sum of its copies' gradients, and every term of a sum gets the sum's gradient:
+# Dispatch copies tokens, and combine sums results. Each is the backward of the other: the gradient
+# of a copied token is the sum of its copies' gradients, and every term of a sum gets the sum's
+# gradient.
 #
 #     dispatch, forward     tokens   ─► permute by rank ─► all-to-all ─► permute by expert ─►  rows of experts
 #     combine, backward     the same, of gradients of results
 #
 #     combine, forward      results  ◄──── unpermute ◄──── all-to-all ◄───── unpermute ◄─────  results of experts
 #     dispatch, backward    the same, of gradients of rows
+#
+# Dispatch is a chain of autograd Functions, because its caller computes something else between the
+# start and the end of the all-to-all. Combine, which nothing hides, is one Function.
 
 class Dispatch:
     """Permute by rank, all-to-all, permute by expert. The all-to-all is in flight until `wait`."""
@@ -240,8 +347,8 @@ class Permute(Function):
 class GatesOfRows(Function):
     """Pick the gate of each row: [M, k] -> [R].
 
-    A row comes from a cell of the table of experts [M, k], and its gate is in the same cell of the table
-    of gates. No cell asks for two rows, so that backward has nothing to sum.
+    A row comes from a cell of the table of experts [M, k], and its gate is in the same cell of the
+    table of gates. A cell asks for at most one row, so backward has nothing to sum.
     """
 
     @staticmethod
@@ -263,12 +370,13 @@ class Exchange:
         forward     sends tensors    ──►  the caller computes           ──►  waits
         backward    waits            ◄──  backward of that computation  ◄──  sends gradients back
 
-    Autograd keeps this order, because of the nodes that are ready it runs the one that was made last.
+    Autograd keeps this order: of the nodes whose inputs are ready, it runs the node that was made
+    last.
 
-    The tensors that autograd passes from one node to the other only hold the graph together. In forward
-    they are buffers that are still being filled. In backward they exist for their shapes only, which
-    autograd checks: FinishExchange returns the gradients that it sends, and StartExchange ignores
-    them and returns the gradients that other ranks have sent.
+    The tensors that autograd passes between the two nodes only connect them in the graph. In
+    forward they are buffers that are still being filled. In backward their values are never read,
+    only their shapes, which autograd checks: FinishExchange returns the gradients that it sends
+    away, and StartExchange ignores them and returns the gradients that have come from other ranks.
     """
 
     def __init__(self, to_receive: list[int], to_send: list[int], group: Group):
@@ -318,7 +426,7 @@ class FinishExchange(Function):
 
 
 class Combine(Function):
-    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. It is waited for at once."""
+    """Unpermute, all-to-all, unpermute: [R, H] -> [T, H]. Backward is a dispatch of the gradient."""
 
     @staticmethod
     def forward(ctx, y, route):
@@ -335,24 +443,25 @@ class Combine(Function):
     def backward(ctx, grad):
         route = ctx.route
         if route.to_ranks is not None:
-            grad = exchange_rows(route.to_ranks.permute(grad), route.received, route.sent, route.group)
+            grad = exchange_rows(route.to_ranks.permute(grad), route.received, route.sent, route.group)  # as dispatch
         return route.to_experts.permute(grad), None
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
-# An expert is a SwiGLU network. Rows are sorted by expert, and grouped matmuls replace this loop:
+# Rows are sorted by expert: rows.split(route.rows_per_expert) has a tensor for each expert. Two
+# grouped matmuls do the work of this loop.
 #
 #     for x, g, gate_up, down in experts:      # x [rows, H], gates g [rows], gate_up [2F, H], down [H, F]
 #         y = (swiglu(x @ gate_up.T) * g[:, None]) @ down.T
 #
-# A gate multiplies hidden activations instead of the result: W (g h) = g (W h). So no result has to be
-# saved for the gates' gradients.
+# A gate multiplies hidden activations instead of the result: down (g h) = g (down h). So no result
+# has to be saved for the gates' gradients.
 
 class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
     def begin(self) -> "GroupedMatmul":
-        """Return what multiplies in one forward and its backward: this, or in FP8 a copy that keeps the scale of X."""
+        """Return the object that multiplies in one forward and its backward: this, or in FP8 a copy with X's scale."""
         return self
 
     def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
@@ -391,7 +500,7 @@ class GroupedExperts(nn.Module):
 class GroupedLinear(Function):
     """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out].
 
-    skip: return a placeholder. Full recomputation does that, because nobody reads the result.
+    skip: return zeros instead, in full recomputation, where backward does not read the result.
     """
 
     @staticmethod
@@ -405,8 +514,8 @@ class GroupedLinear(Function):
         weight, mm, route = ctx.weight, ctx.mm, ctx.route
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
-        # A split backward queues this (zb-h1). It runs without any rows, too, because a bucket counts
-        # the gradients of all its parameters.
+        # A split backward queues this (zb-h1). It runs without any rows, too, because a bucket
+        # counts the gradients of all its parameters.
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
@@ -424,27 +533,25 @@ def fits_grouped_mm(x: Tensor) -> bool:
 
 
 # ---- the router -----------------------------------------------------------------------------------------------------
+# It chooses the k experts of each token, and computes a gate for each choice.
+#
+#     logits = x W^T                             W: `weight`, [E, H]
+#     scores = softmax(logits)                   or the sigmoid of each logit
+#     chosen = topk(scores + bias)               the bias only changes which experts are chosen, see `Balance`
+#     gates = scores[chosen] x router_scale      first divided by their sum, unless router_norm is off
+#
+# Gates have a derivative, the choice has none.
 
 class Router:
-    """Choose the k experts of each token, and compute a gate for each choice:
-
-        logits = x W^T                             W: `weight`, [E, H]
-        scores = softmax(logits)                   or the sigmoid of each logit
-        chosen = topk(scores + bias)               the bias only changes who is chosen, see `Balance`
-        gates = scores[chosen] x router_scale      first divided by their sum, unless router_norm is off
-
-    Gates have a derivative, the choice has none. Recomputation reuses the choice, because a near tie
-    could be decided differently. The router's own state is the bias and, for the current step, each
-    expert's load and the auxiliary losses.
-    """
+    """A router's state: the bias and, for the current step, each expert's load and the auxiliary losses."""
 
     def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: "Balance | None" = None):
         """name: the name of the bias in checkpoints. weight: a parameter of the model."""
         balance = balance or Balance()
         need(model.router in ("softmax", "sigmoid"), f"router {model.router}: must be softmax or sigmoid")
         need(balance.over in ("sequence", "micro-batch"), f"over {balance.over}: must be sequence or micro-batch")
-        choice = model.experts // model.expert_groups * model.top_groups
-        need(model.top_k <= choice, f"top_k {model.top_k}: top_groups have only {choice} experts")
+        candidates = model.experts // model.expert_groups * model.top_groups
+        need(model.top_k <= candidates, f"top_k {model.top_k}: top_groups have only {candidates} experts")
         self.name, self.weight, self.model, self.balance = name, weight, model, balance
         self.bias = torch.zeros(model.experts, dtype=acc_dtype(weight.dtype), device=weight.device)
         self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert
@@ -454,6 +561,8 @@ class Router:
         """Return the route of tokens [T, H] and their gates [T, k]. group: the ranks of ep."""
         logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
+        # In full recomputation, the first run's decision counts: a near tie could now end
+        # differently.
         route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
         gates = scores.gather(-1, route.chosen)
         if self.model.router_norm:
@@ -469,12 +578,8 @@ class Router:
     @torch.no_grad()
     def decide(self, scores: Tensor, info: "RoutingInfo", group: Group) -> tuple[Route, tuple[Tensor, Tensor] | None]:
         """Choose experts and count loads. Return the route and the losses' coefficients, or None without losses."""
-        E = self.model.experts
         chosen = choose_experts(scores + self.bias, self.model)
-        # How many tokens of each sequence chose each expert. The last row is for padding.
-        counts = scores.new_zeros(info.sequences + 1, E, dtype=torch.int64)
-        places = (info.sequence_ids[:, None] * E + chosen).flatten()  # in counts
-        counts.view(-1).scatter_add_(0, places, torch.ones_like(places))
+        counts = count_choices(chosen, info, self.model.experts)  # [B + 1, E]; the last row is for padding
         coefficients = None
         if info.aux_loss_scale is not None:
             self.load += counts[:-1].sum(0)
@@ -505,8 +610,8 @@ class RouterLogits(Function):
 def choose_experts(scores: Tensor, model: Model) -> Tensor:
     """Return the k experts with the highest scores: [T, E] -> [T, k].
 
-    With groups of experts, a token chooses from its best `top_groups` groups. A group is as good as the
-    sum of its two best experts.
+    With groups of experts, a token chooses from its best `top_groups` groups. A group is as good as
+    the sum of its two best experts.
     """
     if model.top_groups < model.expert_groups:
         grouped = scores.unflatten(-1, (model.expert_groups, -1))
@@ -521,22 +626,29 @@ def normalise(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # all sigmoids of a token may underflow
 
 
-# ---- balance: losses and biases that keep the experts' loads equal --------------------------------------------------
+def count_choices(chosen: Tensor, info: "RoutingInfo", E: int) -> Tensor:
+    """Return how many tokens of each sequence chose each expert: [T, k] -> [B + 1, E]. The last row is for padding."""
+    counts = chosen.new_zeros(info.sequences + 1, E, dtype=torch.int64)
+    places = (info.sequence_ids[:, None] * E + chosen).flatten()  # in counts
+    counts.view(-1).scatter_add_(0, places, torch.ones_like(places))
+    return counts
+
 
 class RoutingInfo(NamedTuple):
     """Which sequences this rank's T tokens belong to, and whether they are trained on."""
     sequence_ids: Tensor  # [T], the sequence of each token, 0 to B - 1; B for padding
     sequences: int  # B
     groups: tuple[Group, ...] = ()  # groups whose ranks have different tokens of the same sequences
-    # 1 / (sequences per step) times fp16's loss scale. None: no training, so loads are not counted either.
+    # 1 / (sequences per step) times fp16's loss scale. None: no training, and loads are not
+    # counted.
     aux_loss_scale: float | Tensor | None = None
 
 
 def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
     """Return the RoutingInfo of tokens [B, s]. Tokens below 0 are padding.
 
-    The ranks of `tp` have the same tokens, and each routes a shard of them. The c ranks of `cp` have
-    different tokens of the same sequences: s = S/c.
+    The ranks of `tp` have the same tokens, and each routes a shard of them. The c ranks of `cp`
+    have different tokens of the same sequences: s = S/c.
     """
     B, s = tokens.shape
     shard = shard_slice(tokens.numel(), tp.size, tp.rank)
@@ -545,20 +657,22 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
     return RoutingInfo(sequence_ids, B, (cp, tp), aux_loss_scale)
 
 
+# ---- balance: losses and biases that keep the experts' loads equal --------------------------------------------------
+# Symbols: c_e of the S tokens of a sequence chose expert e. p_te is the probability of expert e for
+# token t: its score, divided by the sum of the token's scores. Padding does not count. Tokens
+# without a label do.
+#
+#     auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
+#     z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
+#     bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
+#
+# Counts have no derivative. So both losses are sums over tokens, with coefficients that are known
+# once experts have been chosen: E c_e / (k S^2) for p_te, and 1 / S for the square.
+# `loss_coefficients` computes them from the counts of all ranks that have tokens of a sequence.
+# `auxiliary_loss` then sums over this rank's own tokens.
+
 class Balance(NamedTuple):
-    """How the experts' loads are kept equal. By default nothing keeps them equal.
-
-    c_e of a sequence's S tokens chose expert e; p_te is the probability of expert e for token t.
-    Padding does not count; tokens without a label do.
-
-        auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
-        z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
-        bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
-
-    Counts have no derivative. Both losses are therefore sums over tokens with coefficients that are
-    known once experts have been chosen: `loss_coefficients` sums counts over all ranks that have tokens
-    of a sequence, and `auxiliary_loss` adds up what this rank's own tokens contribute.
-    """
+    """How the experts' loads are kept equal. By default nothing keeps them equal."""
     aux_loss: float = 0.0  # coefficient of the auxiliary loss, the mean over sequences
     over: str = "sequence"  # or "micro-batch": c, p and S of the auxiliary loss are sums over all its sequences
     z_loss: float = 0.0  # coefficient of the z-loss
@@ -568,8 +682,9 @@ class Balance(NamedTuple):
 def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
     """Return the coefficients of p_te, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses.
 
-    Each has a row per sequence, and the last row, for padding, is 0. counts: [B, E], how many of this
-    rank's tokens chose each expert.
+    They are E c_e / (k S^2) times Balance.aux_loss, and 1 / S times Balance.z_loss. Each has a row
+    per sequence, and the last row, for padding, is 0. counts: [B, E], how many of this rank's
+    tokens chose each expert.
     """
     balance, k = router.balance, router.model.top_k
     B, c = len(counts), counts.to(router.bias.dtype)
@@ -597,7 +712,7 @@ def auxiliary_loss(router: Router, logits: Tensor, scores: Tensor, info: Routing
 
 
 class AddAuxiliaryLoss(Function):
-    """Return x unchanged. In backward `loss` gets the gradient 1, which adds it to the model's loss."""
+    """Return x unchanged. In backward `loss` gets the gradient 1, as if it had been added to the model's loss."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -630,50 +745,83 @@ def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool 
 # ---- demo: python ep.py ---------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
+    show_route(group)
     show_exchanges(group)
     show_balance(group)
 
 
-def show_exchanges(group: Group) -> None:
-    """Send the tokens of the figure to experts, and compare with one rank that has all experts."""
-    n, rank, E, H, F, names = group.size, group.rank, lcm(4, group.size), 8, 16, "abcde"
-    mine = slice(3 * rank, 3 * rank + 3)
-    chosen = torch.tensor([[0, 2], [2, 3], [0, 1], [1, 2], [2, 3]])[mine]
-    gates = torch.full(chosen.shape, 0.5, dtype=torch.float64)
-    x = torch.randn(5, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[mine]
-    x[:, 0] = torch.arange(5)[mine]  # so that each row shows which token it is
+def tokens_of_figure(group: Group, H: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's tokens [T, H], the experts that they choose [T, 2], and the gates [T, 2]."""
+    x = torch.randn(5, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 3
+    x[:, 0] = torch.arange(5)  # so that each row shows which token it is
+    chosen = torch.tensor([[0, 2], [2, 3], [0, 1], [1, 2], [2, 3]])
+    own = slice(3 * group.rank, 3 * group.rank + 3)
+    return x[own], chosen[own], torch.full_like(x[own, :2], 0.5)
 
-    def run(group: Group) -> tuple[Route, Tensor, Tensor]:
-        make = partial(parameter, groups={"ep": group}, dtype=torch.float64)
-        experts = GroupedExperts(make, Spec("gate_up", (E, 2 * F, H), {"ep": 0}, std=0.3),
-                                 Spec("down", (E, H, F), {"ep": 0}, std=0.3))
-        for weight in experts.parameters():
-            weight.data = draw(0)(weight.spec, weight.box).double()
-        tokens = x.clone().requires_grad_()
-        route = make_route(chosen, torch.bincount(chosen.flatten(), minlength=E), group)
-        rows, gates_of_rows = route.dispatch(tokens, gates).wait()
-        y = route.combine(experts(rows, gates_of_rows, route))
-        y.square().sum().backward()
-        return route, rows, torch.stack((y.detach(), tokens.grad))
 
-    route, rows, results = run(group)
-    *_, expected = run(ALONE)
-    sums = torch.stack(((results - expected).abs().sum(), expected.abs().sum()))
+def show_route(group: Group) -> None:
+    """Send the tokens of the figure to experts, and print who sends and who reads which."""
+    n, rank, E, names = group.size, group.rank, lcm(4, group.size), "abcde"
+    x, chosen, gates = tokens_of_figure(group)
+    route = make_route(chosen, torch.bincount(chosen.flatten(), minlength=E), group)
+    rows, _ = route.dispatch(x, gates).wait()
     reads = torch.zeros(E, 5)  # which experts read which tokens
     for expert, part in enumerate(rows.split(route.rows_per_expert), E // n * rank):
         reads[expert, part[:, 0].long()] = 1
-    for tensor in (sums, reads):
-        all_reduce(tensor, group)
+    all_reduce(reads, group)
     copies = gather_rows(torch.tensor([route.sent]), group).wait().tolist()
     if rank == 0:
-        print(f"{n} ranks, {E} experts, k = 2 experts per token, H = {H}\n")
+        print(f"{n} ranks, {E} experts, k = 2 experts per token\n")
         for sender in range(n):
             tokens = " ".join(names[3 * sender:3 * sender + 3])
             print(f"    rank {sender} has tokens {tokens:6s}   copies that it sends to each rank: {copies[sender]}")
         for expert in range(E):
             tokens = [names[i] for i in reads[expert].nonzero()]
             print(f"    expert {expert}, on rank {expert * n // E}, reads", *tokens)
-        print("\nOne rank that has all experts computes the same results and gradients of tokens.\n"
+
+
+def show_exchanges(group: Group) -> None:
+    """Compute the figure in the plain and in the real way, and compare with one rank that has all experts."""
+    E, H, ffn = lcm(4, group.size), 8, 16
+    x, chosen, gates = tokens_of_figure(group, H)
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(E, 2 * ffn, H, dtype=torch.float64, generator=generator) / 3
+    down = torch.randn(E, H, ffn, dtype=torch.float64, generator=generator) / 3
+    own = shard_slice(E, group.size, group.rank)  # this rank's experts
+    experts = GroupedExperts(partial(parameter, groups={"ep": group}, dtype=torch.float64),
+                             Spec("gate_up", gate_up.shape, {"ep": 0}), Spec("down", down.shape, {"ep": 0}))
+    experts.w_gate_up.data = gate_up[own]
+    experts.w_down.data = down[own]
+
+    def plain(x: Tensor) -> Tensor:
+        return plain_expert_parallel(x, chosen, gates, gate_up[own], down[own], group)
+
+    def real(x: Tensor) -> Tensor:
+        route = make_route(chosen, torch.bincount(chosen.flatten(), minlength=E), group)
+        rows, row_gates = route.dispatch(x, gates).wait()
+        return route.combine(experts(rows, row_gates, route))
+
+    def run(way: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the results, and the gradients of tokens."""
+        calls.clear()
+        sent.clear()
+        tokens = x.clone().requires_grad_()
+        y = way(tokens)
+        y.square().sum().backward()
+        return torch.stack((y.detach(), tokens.grad))
+
+    expected = run(lambda x: plain_mixture(x, chosen, gates, gate_up, down))
+    sums = torch.stack((torch.zeros(()).double(), expected.abs().sum()))  # of differences, and of expected values
+    if group.rank == 0:
+        print("\n    forward and backward        collectives   bytes that rank 0 sends")
+    for title, way in {"plain, expert by expert": plain, "real, by a route": real}.items():
+        sums[0] += (run(way) - expected).abs().sum()
+        if group.rank == 0:
+            print(f"    {title:24s} {calls[group.axis]:14d} {sent[group.axis]:18d}")
+    all_reduce(sums, group)
+    if group.rank == 0:
+        print("\nBy a route, all experts share a collective, and a token is sent to a rank once, even if the rank\n"
+              "has several of its experts. One rank with all experts computes the same results and gradients.\n"
               f"Relative difference: {sums[0] / sums[1]:.0e}\n")
 
 
