@@ -1,4 +1,5 @@
 """Experts: whoever has them and however unequally they are chosen, the same results and gradients as one dense loop."""
+import time
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -95,6 +96,72 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
         assert (total - weight.grad).abs().max() < 1e-11 * weight.grad.abs().max(), name
     assert torch.equal(sum(r["load"] for r in results), loads.sum(0))
     assert sum(r["loss"] for r in results).item() / B == pytest.approx(losses.item(), rel=1e-12)
+
+
+# ---- the plain versions ----------------------------------------------------------------------------------------------
+
+def plain_weights() -> list[torch.Tensor]:
+    """The router's weight, of 8 experts, then gate_up and down. Nobody chooses expert 2: feature 0 is always 1."""
+    generator = torch.Generator().manual_seed(7)
+    router, gate_up, down = (torch.randn(shape, dtype=torch.float64, generator=generator) / 2
+                             for shape in ((8, 16), (8, 2 * 12, 16), (8, 16, 12)))
+    router[2, 0] = -30
+    return [router, gate_up, down]
+
+
+def dense_mixture(x: torch.Tensor, weights: list[torch.Tensor], k: int) -> torch.Tensor:
+    """Every expert computes every token, and scores that are not among a token's k highest are 0."""
+    router, gate_up, down = weights
+    scores = (x @ router.T).softmax(-1)
+    gates = scores * (scores >= scores.topk(k).values[..., -1:])
+    gate, up = torch.einsum("th,efh->etf", x, gate_up).chunk(2, -1)
+    results = torch.einsum("etf,ehf->eth", gate * gate.sigmoid() * up, down)
+    return torch.einsum("te,eth->th", gates, results)
+
+
+def trained_plainly(k: int) -> tuple:
+    """After three steps of SGD, this rank's last results, and its router and experts."""
+    group = grids.everyone()
+    n = group.size
+    own = shard_slice(8, n, group.rank)
+    router, gate_up, down = plain_weights()
+    weights = [torch.nn.Parameter(values.clone()) for values in (router, gate_up[own], down[own])]
+    x = inputs().flatten(0, 1)[shard_slice(B * S, n, group.rank)].requires_grad_()
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x.grad = None
+        chosen, gates = ep.plain_router(x, weights[0], k)
+        y = ep.plain_expert_parallel(x, chosen, gates, *weights[1:], group)
+        y.square().sum().backward()
+        weights[0].grad = collectives.sum_over_ranks(weights[0].grad, group)  # each rank routes its own tokens
+        optimizer.step()
+    alone = ep.plain_mixture(x, *ep.plain_router(x, router, k), gate_up, down) if n == 1 else None
+    return y.detach(), x.grad, [weight.detach() for weight in weights], alone
+
+
+@pytest.mark.parametrize("n, k", [(1, 2), (2, 1), (4, 3)])
+def test_plain_experts_on_ranks_train_as_dense_ones_in_one_process(pool, n, k):
+    x = inputs().flatten(0, 1).requires_grad_()
+    weights = [torch.nn.Parameter(values) for values in plain_weights()]
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    first = dense_mixture(x, plain_weights(), k)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x.grad = None
+        y = dense_mixture(x, weights, k)
+        y.square().sum().backward()
+        optimizer.step()
+    assert weights[1].grad[2].abs().max() == 0  # nobody chose it, on any rank
+    results, dx, trained, alone = zip(*pool.run(n, "test_ep:trained_plainly", k=k))
+    routers, *experts = zip(*trained)
+    found = [torch.cat(parts) for parts in (results, dx, *experts)]
+    for got, want in zip(found, (y, x.grad, *weights[1:]), strict=True):
+        assert (got - want).abs().max() < 1e-12 * want.abs().max()
+    for router in routers:
+        assert (router - weights[0]).abs().max() < 1e-12 * weights[0].abs().max()
+    if n == 1:
+        assert (alone[0] - first).abs().max() < 1e-12 * first.abs().max()
 
 
 # ---- what is sent, when, and what the host waits for -----------------------------------------------------------------
@@ -209,6 +276,10 @@ def kept_after_dispatch() -> list[bool]:
         dispatched = route.dispatch(torch.randn(6, 3, requires_grad=True), torch.rand(6, 2, requires_grad=True))
         results = dispatched.wait()
     assert all(result.requires_grad for result in results)
+    for _ in range(200):  # gloo's thread may let go of a buffer a moment after `wait` returns
+        if not any(buffer() is not None for buffer in buffers):
+            break
+        time.sleep(0.01)
     return [buffer() is not None for buffer in buffers]
 
 
