@@ -37,8 +37,7 @@ Costs: There are four exchanges: dispatch and combine in forward, and both in ba
        all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)), with binomial coefficients
        C. That is 5.3 for k = 8 of 256 experts on 8 ranks. Full recomputation repeats dispatch.
 
-       Shared experts, which compute all tokens, hide dispatch and its backward. Nothing hides
-       combine.
+       Shared experts, which every token uses, hide dispatch and its backward. Combine is not hidden.
 
        The k expert numbers of each copy are sent before it, once and not hidden. With each dispatch
        go its k gates, and in backward their gradients come back. Each of these is 4 k bytes.
@@ -121,8 +120,7 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 
     chosen, gates: [T, k], for this rank's tokens.
     gate_up, down: [e, 2F, H] and [e, H, F], the weights of this rank's experts.
-    x must require a gradient on every rank, because all ranks must take part in each exchange's
-    backward.
+    x must require a gradient: all ranks must take part in the backward of each exchange.
     """
     n, e = group.size, len(gate_up)
     load = torch.bincount(chosen.flatten(), minlength=n * e)  # how many tokens of this rank chose each expert
@@ -151,7 +149,7 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 #     a token is sent once to each of its experts    once to each rank that has any of them
 #     two all-to-alls per expert                     two for all experts: copies are sorted by rank
 #     two matmuls per expert                         two grouped matmuls: rows are sorted by expert
-#     gates multiply results on the token's rank     gates travel with tokens, so that a rank sums before it sends back
+#     gates multiply results on the token's rank     gates travel with tokens: sums are sent back
 #     the computation waits for each exchange        dispatch is in flight while shared experts compute
 #
 # This is a layer:
@@ -163,7 +161,7 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 #     y = y + route.combine(experts(rows, row_gates, route))
 #
 # The route comes first: a record of where tokens go, made before any token is sent. Copies is the
-# record of one sort; a route has two, by rank and by expert.
+# record of one sort. A route has two: by rank and by expert.
 
 class Copies(NamedTuple):
     """C copies of N tokens, sorted by destination.
@@ -268,8 +266,7 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
         ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; there is no rank n
         to_ranks = sort_copies(ranks, n, sum(sent))
 
-        # 4. Exchange choices, because step 5 needs the experts of each copy. Dispatch sends the
-        # copy.
+        # 4. Exchange choices. Step 5 needs the experts of each copy; dispatch sends the copies.
         experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
 
     # 5. Sort by expert. Subtraction numbers this rank's experts 0 to e - 1, and makes other ranks'
@@ -298,9 +295,8 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------------------
-# Dispatch copies tokens, and combine sums results. Each is the backward of the other: the gradient
-# of a copied token is the sum of its copies' gradients, and every term of a sum gets the sum's
-# gradient.
+# Dispatch copies tokens, and combine sums results. Each is the backward of the other. The gradient
+# of a token is the sum of its copies' gradients, and every term of a sum gets the sum's gradient.
 #
 #     dispatch, forward     tokens   ─► permute by rank ─► all-to-all ─► permute by expert ─►  rows of experts
 #     combine, backward     the same, of gradients of results
@@ -370,8 +366,7 @@ class Exchange:
         forward     sends tensors    ──►  the caller computes           ──►  waits
         backward    waits            ◄──  backward of that computation  ◄──  sends gradients back
 
-    Autograd keeps this order: of the nodes whose inputs are ready, it runs the node that was made
-    last.
+    Autograd keeps this order: of the nodes whose inputs are ready, it runs the newest.
 
     The tensors that autograd passes between the two nodes only connect them in the graph. In
     forward they are buffers that are still being filled. In backward their values are never read,
@@ -537,7 +532,7 @@ def fits_grouped_mm(x: Tensor) -> bool:
 #
 #     logits = x W^T                             W: `weight`, [E, H]
 #     scores = softmax(logits)                   or the sigmoid of each logit
-#     chosen = topk(scores + bias)               the bias only changes which experts are chosen, see `Balance`
+#     chosen = topk(scores + bias)               the bias only affects this choice, see `Balance`
 #     gates = scores[chosen] x router_scale      first divided by their sum, unless router_norm is off
 #
 # Gates have a derivative, the choice has none.
@@ -561,8 +556,7 @@ class Router:
         """Return the route of tokens [T, H] and their gates [T, k]. group: the ranks of ep."""
         logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
-        # In full recomputation, the first run's decision counts: a near tie could now end
-        # differently.
+        # Full recomputation uses the first run's decision, because a near tie could now differ.
         route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
         gates = scores.gather(-1, route.chosen)
         if self.model.router_norm:
@@ -639,8 +633,7 @@ class RoutingInfo(NamedTuple):
     sequence_ids: Tensor  # [T], the sequence of each token, 0 to B - 1; B for padding
     sequences: int  # B
     groups: tuple[Group, ...] = ()  # groups whose ranks have different tokens of the same sequences
-    # 1 / (sequences per step) times fp16's loss scale. None: no training, and loads are not
-    # counted.
+    # 1 / (sequences per step) times fp16's loss scale. None: no training, so no load is counted.
     aux_loss_scale: float | Tensor | None = None
 
 
@@ -662,9 +655,9 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 # token t: its score, divided by the sum of the token's scores. Padding does not count. Tokens
 # without a label do.
 #
-#     auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)            1 if experts are used equally
-#     z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2       keeps logits small
-#     bias             b_e += rate x sign(mean load - load of e), once per step      is added for choosing only
+#     auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)         1 if loads are equal
+#     z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2    keeps logits small
+#     bias             b_e += rate x sign(mean load - load of e), once per step   changes the choice
 #
 # Counts have no derivative. So both losses are sums over tokens, with coefficients that are known
 # once experts have been chosen: E c_e / (k S^2) for p_te, and 1 / S for the square.

@@ -25,7 +25,8 @@ need no communication, because they treat tokens independently of each other.
 Symbols: t ranks, T tokens of a micro-batch (all its sequences, flattened), H hidden, V vocabulary.
          A is [R, H] and B is [H, C]; a rank has [R/t, H] and [H, C/t]. R is C, or 2 C with SwiGLU.
          [T/t, H] is a rank's tensor between pairs. Without sequence parallelism, read it as [T, H].
-         Capitals (X, S, Y, Z) have all T tokens; x and z have the rank's T/t.
+         Capitals (X, S, Y, Z) have all T tokens; x and z have the rank's T/t. In code of one rank, A,
+         B, S and Y are that rank's parts A_r, B_r, S_r and Y_r.
 
 Saves: A rank stores 1/t of the matrices of each pair (at least one head of wk and wv), and 1/t of
        the embedding and the head. It also stores 1/t of their gradients and optimizer states, and
@@ -90,10 +91,10 @@ MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a p
 # f and g are autograd Functions. The name of a Function has the collective of its forward, then
 # "__", then the collective of its backward.
 #
-# f    All ranks have the same X, and each multiplies it by different rows of A. Autograd on one rank
-#      knows only that rank's rows, and computes one term of dX. So the backward of f sums over ranks.
-# g    Each rank has one term of Z. After g, all ranks have the same Z and compute the same from it. So
-#      every rank already has the complete dZ, and the backward of g does nothing.
+# f    All ranks have the same X, and each multiplies it by different rows of A. Autograd on a rank
+#      knows only that rank's rows, and computes one term of dX. So the backward of f sums the terms.
+# g    Each rank has one term of Z. After g, all ranks have the same Z and compute the same from it.
+#      So every rank already has the complete dZ, and the backward of g does nothing.
 
 class PlainColumn(nn.Module):
     """f, then S_r = X A_r^T: [T, H] -> [T, R/t]. a: the whole matrix A [R, H]. This rank keeps its rows, A_r."""
@@ -127,8 +128,7 @@ class PlainRow(nn.Module):
 
 # ---- sequence parallelism -------------------------------------------------------------------------------------------
 # Only f and g change. An all-reduce is a reduce-scatter followed by an all-gather. Now g does the
-# first half, and the f of the next pair does the second half. Between the two, a rank has T/t
-# tokens.
+# first half, and the f of the next pair does the second half. In between, a rank has T/t tokens.
 
 class ReduceScatter__AllGather(Function):
     """Each rank has one term of the sum, and gets the sum of its own rows: [T, ...] -> [T/t, ...]."""
@@ -156,11 +156,11 @@ class PlainSequenceRow(PlainRow):
 # ---- the real layers ------------------------------------------------------------------------------------------------
 # They compute the same as the plain layers, in other ways.
 #
-#                        plain layers                             real layers
-#     saved by Column    autograd saves X [T, H]                  x [T/t, H]; backward gathers X again
-#     exchanges          the computation waits for each           Column's backward hides two under matmuls
-#     dA, dB             new tensors, which autograd adds up      added to gradient buffers (core/gradients.py)
-#     wq, wk, wv         a Column each                            one Column: one gather, one matmul, one dX
+#                   plain layers                     real layers
+#     Column saves    X [T, H]                         x [T/t, H]; backward gathers X again
+#     exchanges       the computation waits for each   Column's backward hides two under its matmuls
+#     dA, dB          tensors that autograd adds up    added to gradient buffers: core/gradients.py
+#     wq, wk, wv      three layers                     one layer: one gather, one matmul, one dX
 #
 # So their backward is written by hand. This is what it would be if no exchange were hidden.
 #
@@ -180,10 +180,8 @@ class PlainSequenceRow(PlainRow):
 class TensorParallel(NamedTuple):
     """Which exchanges layers make. Functions take it as `tp`.
 
-    group: by default one rank, which exchanges nothing. The weights' shards follow from their
-    Specs.
-    sequence: sequence parallelism. Between layers each rank has T/t contiguous tokens, in rank
-    order.
+    group: by default one rank, which exchanges nothing.
+    sequence: sequence parallelism. Between pairs each rank has T/t contiguous tokens, in rank order.
     async_tp: asynchronous tensor parallelism (the last section). It needs `sequence`, and does not
     work with FP8.
     """
@@ -213,7 +211,7 @@ class TensorParallel(NamedTuple):
     def gather_with_grad(self, x: Tensor) -> Tensor:
         """The f of the plain layers: [T/t, ...] -> [T, ...].
 
-        Tensors need it that ranks use differently, outside of a Column: latents (mla.py), and the
+        It is for tensors that ranks use differently, outside of a Column: latents (mla.py), and the
         input of the fused head.
         """
         if self.sequence:
@@ -231,14 +229,13 @@ class TensorParallel(NamedTuple):
 #     is_recomputing()    full recomputation runs a block's forward again, just before its backward.
 #                         Column then saves X, and does not gather again. Row skips its product,
 #                         because backward does not read it.
-#     is_deferring()      the first half of a split backward (zero-bubble pipelines) computes dx and dY,
-#                         and queues dA and dB for the second half
+#     is_deferring()      the first half of a split backward (zero-bubble pipelines) computes dx and
+#                         dY, and queues dA and dB for the second half
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t].
 
-    weights: A_r, or several matrices with the same input, one below the other (queries, keys,
-    values).
+    weights: A_r, or the parts of A_r, one below the other (wq, wk and wv of this rank's heads).
     defer: False to compute dA in the first half of a split backward, too.
     """
 
@@ -252,7 +249,7 @@ class Column(Function):
         else:
             gathered = tp.gather(x).wait()
             product = ctx.mm.forward(gathered, weights)
-        ctx.saves_gathered = is_recomputing() and not is_deferring()  # X is too large to be queued
+        ctx.saves_gathered = is_recomputing() and not is_deferring()  # a split backward would queue X, which is large
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
 
@@ -283,8 +280,9 @@ class Column(Function):
 class Row(Function):
     """Z = Y B^T, then g: [T, C/t] -> [T/t, H].
 
-    Its backward waits for dZ, on which both products depend: only asynchronous tensor parallelism
-    hides this gather.
+    Backward waits for dZ, because both of its products depend on dZ. Only asynchronous tensor
+    parallelism hides this gather.
+
     weight: B_r. skip: return zeros instead, in a recomputed block whose backward does not read Z.
     """
 
@@ -375,8 +373,7 @@ class RowParallelLinear(nn.Module):
 
 # ---- embedding ------------------------------------------------------------------------------------------------------
 # The table [V, H] is sharded by rows, that is by vocabulary. A rank looks up the tokens whose rows
-# it has, and takes zeros for the others. For each token one rank has its row, and g sums over
-# ranks.
+# it has, and takes zeros for the others. One rank has the row of a token, so g sums over ranks.
 
 class VocabParallelEmbedding(nn.Module):
     """Look up the rows of tokens in a table [V/t, H]: [T] -> [T/t, H]. Tokens below 0 are padding, and get zeros."""
@@ -432,8 +429,8 @@ def local_index(tokens: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
 class VocabParallelHead(nn.Module):
     """Compute logits [T, V/t] of [T/t, H] with a table [V/t, H], or with labels [T] the sum of the tokens' losses.
 
-    weight: the embedding's table, if the two are tied and this rank has it. z_loss: see
-    cross_entropy.
+    weight: the embedding's table, if the two are tied and this rank has it.
+    z_loss: see cross_entropy.
     loss_grad: the gradient that the sum will have in backward (default 1). Only the fused kernel
     needs it in forward.
     """
@@ -516,13 +513,14 @@ class CrossEntropy(Function):
 # symmetric memory, which all of them must reach (NVLink). That takes few calls, and no kernels of
 # NCCL, which would take SMs from the matmuls.
 
-# On rank 0 of 3, with X_r the tokens of rank r.
+
+# On rank 0 of 3. X[r] are the tokens of rank r.
 #
-#     before    network    ├─ gather X_0 X_1 X_2 ─┤
-#               compute                           ├─ X_0 A^T ─┤├─ X_1 A^T ─┤├─ X_2 A^T ─┤
+#     before    network    ├─ gather X ─┤
+#               compute                 ├─ X[0] A^T ─┤├─ X[1] A^T ─┤├─ X[2] A^T ─┤
 #
-#     now       network    ├─ get X_2 ─┤├─ get X_1 ─┤
-#               compute    ├─ X_0 A^T ─┤├─ X_2 A^T ─┤├─ X_1 A^T ─┤
+#     now       network    ├─ get X[2] ─┤├─ get X[1] ─┤
+#               compute    ├─ X[0] A^T ─┤├─ X[2] A^T ─┤├─ X[1] A^T ─┤
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return (gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
@@ -545,14 +543,14 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     return product, gathered
 
 
-# On rank 0 of 3, with Y_r and Z_r for the tokens of rank r. The sum Z_r travels round the ring.
-# Every rank adds its term, and rank r gets the sum when it is complete.
+# On rank 0 of 3. Y[r] and Z[r] belong to the tokens of rank r. The sum Z[r] travels round the ring.
+# Every rank adds its term Y[r] B^T, and rank r gets the complete sum.
 #
-#     before    network                                           ├─ reduce-scatter Z ─┤
-#               compute    ├─ Y_0 B^T ─┤├─ Y_1 B^T ─┤├─ Y_2 B^T ─┤
+#     before    network                                              ├─ reduce-scatter Z ─┤
+#               compute    ├─ Y[0] B^T ─┤├─ Y[1] B^T ─┤├─ Y[2] B^T ─┤
 #
-#     now       network                 ├─ send Z_2, get Z_1 ─┤├─ send Z_1, get Z_0 ─┤
-#               compute    ├─ Y_2 B^T ─┤├─ Y_1 B^T ───────────┤├─ Y_0 B^T ───────────┤
+#     now       network                  ├─ send Z[2], get Z[1] ─┤├─ send Z[1], get Z[0] ─┤
+#               compute    ├─ Y[2] B^T ─┤├─ Y[1] B^T ────────────┤├─ Y[0] B^T ────────────┤
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of x @ matrix, summed over ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
