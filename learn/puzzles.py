@@ -61,7 +61,7 @@ PUZZLES = {
                    "tests/test_zero.py::test_clipping_scales_the_whole_gradient_to_the_limit", (
                        "Each element is owned by one rank of those that hold it: `owns` says whether by this one.",)),
     "column": Puzzle("tp.py", "Column.backward", "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
-        "Start to gather X, compute dX, start to reduce it, add the weight's gradient: see the docstring's figure.",
+        "Start to gather X, compute dX, start to reduce it, add the weight's gradient: see the timeline above it.",
         "start_weight_grad starts to gather X. The function that it returns waits for X and adds the gradient.")),
     "row": Puzzle("tp.py", "Row.forward", "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
         "Each rank has a term of Z: `tp.reduce` sums them.",)),

@@ -303,7 +303,7 @@ def order_of_layers(kind: str, pairs: int = 1) -> list[str]:
 
 
 def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_wait(pool):
-    """As in the file's docstring. The weights' half runs later, and hides under each the gather of the next."""
+    """As in the timeline above Column.backward. The weights' half runs later, and hides each gather but the first."""
     forward = "gather… …done matmul matmul scatter… …done"  # column, row
     backward = "gather… …done matmul matmul+add gather… matmul scatter… …done matmul+add …done"  # row, column
     for found in pool.run(2, "test_tp:order_of_layers", kind="plain", pairs=2):
