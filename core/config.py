@@ -1,15 +1,23 @@
-"""Every setting of a run, in one place.
+"""Every setting of a run, and the presets.
 
-A setting is declared once, in the dataclasses below: its name, default and help. The name is also the flag
-(`--global-batch 32`), the attribute (`config.batch.global_batch`) and what metrics call it.
+Each setting is a field of one of the dataclasses below. Its type, default and help text are declared there and nowhere
+else. For example, the field `global_batch` of the dataclass Batch is
+
+    --global-batch 32              a flag of train.py
+    config.batch.global_batch      a value in the code
+    "global_batch": 32             an entry in a checkpoint's run.json
+
+A preset, such as `--preset llama-3.1-8b`, is an architecture: it sets the fields of the section Model, and for models
+with experts also how their load is balanced. Every flag that is given overrides the preset. Flags may stand in a file:
 
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
-A preset fills the model section, and how experts are balanced; flags override any field. `@file` reads flags from a
-file, where `#` begins a comment; as the value of a flag it is text. `read` reads the command line. core/rules.py
-completes and checks what was read. ValueErrors are one line: the flag, its value, what works.
+The settings come first, section by section. The presets follow, then the names that other programs use for these
+settings, then the functions that read the command line. core/rules.py takes their result, fills in defaults that depend
+on other settings, and checks that the settings go together.
 
-This file needs the standard library only, so that a typo in a flag is answered at once, not after torch's import.
+A mistake raises ValueError with one line: the flag, its value and what would work. This file imports only the standard
+library, so that a mistyped flag is reported at once and not after torch has been imported.
 """
 import argparse
 import contextlib
@@ -24,48 +32,38 @@ from typing import Any, NamedTuple
 
 from schedules import SCHEDULES
 
-TEXT_VOCAB = 257  # 256 byte values and the token that begins a document
-# --cp-style, see cp.py: ulysses exchanges heads, the others attend by blocks of keys.
-CP_STYLES = ("allgather", "ring", "ulysses")
-OFFLOADS = "none", "optimizer", "activations", "both"
-# --optimizer: names of the moments, tensors as large as the weights that it remembers between steps. Of muon, those of
-# matrices: the other weights have adamw's. optimizers.py has the rules; plan/ counts the moments' bytes.
-OPTIMIZERS = {
-    "adamw": ("m", "v"),
-    "muon": ("m",),
-    "sgd": (),
-}
+# ---- how a setting is declared --------------------------------------------------------------------------------------
+
+# Upper limits. Beyond these, checking a configuration would take minutes.
+LARGEST = 2**40  # of any number without a limit of its own
+MOST_LAYERS = 10_000
+MOST_MICRO_BATCHES = 100_000
+MOST_WEIGHT = 10_000  # the sum of --data-weights
 
 
-class Fp8Recipe(NamedTuple):
-    """grad: the format of gradients; all else is in E4M3. blocks: a scale per block, not tensor."""
-    grad: str
-    blocks: bool
+def setting(default, help, choices=None, most=LARGEST, positive=False, needs="", auto=False):
+    """Declare a setting: a dataclass field that is also a flag.
+
+    help      the text in --help; make_parser adds `needs` and the default
+    choices   the values that are allowed; None: every value of the field's type
+    most      the largest number allowed
+    positive  whether a number must be above 0; otherwise it must be 0 or more
+    needs     another setting, without which this one has no effect: giving it alone is then an error
+    auto      whether the default follows from other settings. The user writes it as `auto`. In the code it is
+              `default`, a number that is no valid value, until rules.complete replaces it.
+    """
+    initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs, "auto": auto}
+    return field(**initial, metadata=about)
 
 
-FP8_RECIPES = {
-    "tensorwise": Fp8Recipe("e5m2", blocks=False),
-    "blockwise": Fp8Recipe("e4m3", blocks=True),
-}
-
-
-def padded_length(seq: int, cp: int, tp: int = 1) -> int:  # here because plan/ needs both paddings, without torch
-    """seq rounded up so that each of cp ranks has two chunks of equal length, and tp ranks can share these tokens."""
-    return -(-seq // (2 * cp * tp)) * 2 * cp * tp if cp > 1 else seq
-
-
-def padded_elements(count: int, shards: int) -> int:
-    """count rounded up to equal shards of 16 elements or a multiple, for kernels and NCCL. One shard is not padded."""
-    return -(-count // (16 * shards)) * 16 * shards if shards > 1 else count
-
-
-# ---- the settings ---------------------------------------------------------------------------------------------------
-
-# Beyond these a check would take minutes.
-LARGEST, MOST_LAYERS, MOST_MICRO_BATCHES, MOST_WEIGHT = 2**40, 10_000, 100_000, 10_000
+def positive(default, help, most=LARGEST, needs="", auto=False):
+    """Declare a number that must be above 0."""
+    return setting(default, help, most=most, positive=True, needs=needs, auto=auto)
 
 
 def flag(name: str) -> str:
+    """Return the flag of a setting: "--sp" for "sp", "--global-batch" for "global_batch"."""
     return "--" + name.replace("_", "-")
 
 
@@ -75,66 +73,100 @@ def need(condition: bool, line: str) -> None:
         raise ValueError(line)
 
 
-def setting(default, help, choices=None, most=LARGEST, positive=False, needs="", auto=False):
-    """Declare a field and its flag.
+# ---- choices that other files extend --------------------------------------------------------------------------------
 
-    A number must be from 0 (positive: above 0) to `most`. auto: the default is no such number; it stands for a value
-    that follows from other settings, and one writes it as `auto`. needs: the setting without which this one changes
-    nothing; the command line then refuses it.
-    """
-    initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs, "auto": auto}
-    return field(**initial, metadata=about)
+TEXT_VOCAB = 257  # text is read as bytes: 256 byte values, and one token that begins a document
+# --cp-style, implemented in cp.py. "ulysses" exchanges heads; every other style exchanges keys and values.
+CP_STYLES = ("allgather", "ring", "ulysses")
+OFFLOADS = "none", "optimizer", "activations", "both"
+# --optimizer -> the moments that it keeps between steps: tensors as large as the weights. optimizers.py has the update
+# rules; plan/ counts the moments' bytes. "muon" is for matrices only: all other weights are updated by "adamw".
+OPTIMIZERS = {
+    "adamw": ("m", "v"),
+    "muon": ("m",),
+    "sgd": (),
+}
 
 
-def positive(default, help, most=LARGEST, needs="", auto=False):
-    return setting(default, help, most=most, positive=True, needs=needs, auto=auto)
+class Fp8Recipe(NamedTuple):
+    """How --fp8 quantises. Weights and activations are always in the format E4M3."""
+    grad: str  # the format of gradients, "e4m3" or "e5m2"
+    blocks: bool  # whether each block of a tensor has a scale, in place of one scale for the whole tensor
 
+
+FP8_RECIPES = {
+    "tensorwise": Fp8Recipe("e5m2", blocks=False),
+    "blockwise": Fp8Recipe("e4m3", blocks=True),
+}
+
+
+# ---- the settings ---------------------------------------------------------------------------------------------------
 
 @dataclass
 class Model:
-    preset: str = setting("tiny", "an architecture; the flags below override its fields: see PRESETS in core/config.py")
-    layers: int = positive(4, "transformer blocks", most=MOST_LAYERS)
-    hidden: int = positive(128, "width of the residual stream")
-    heads: int = positive(4, "query heads")
-    kv_heads: int = positive(2, "key and value heads, each shared by heads / kv-heads query heads")
-    head_dim: int = positive(0, "width of a head; auto: hidden / heads", auto=True)
-    ffn: int = positive(352, "width of the SwiGLU layer")
-    vocab: int = positive(TEXT_VOCAB, "tokens in the vocabulary; text needs 257: the bytes and the document separator")
-    tied: bool = setting(False, "tied embeddings: one table for the input and the output")
-    rope_theta: float = positive(10000.0, "base of rotary embedding")
-    rope_scaling: float = positive(1.0, "rotary scaling by the rule of Llama 3.1: 8 in Llama 3.1, 32 in 3.2; 1: off")
-    norm_eps: float = positive(1e-5, "added to the mean square in RMSNorm")
-    qk_norm: bool = setting(False, "RMSNorm on every query and key head (Qwen 3)")
-    qkv_bias: bool = setting(False, "biases on queries, keys and values (Qwen 2)")
-    kv_lora_rank: int = setting(0, "latent attention (DeepSeek): width of what keys and values are made of; 0: none")
-    q_lora_rank: int = setting(0, "width of what queries are made of; 0: the hidden state's",
-                               needs="kv_lora_rank")
-    rope_head_dim: int = setting(0, "how much of head-dim is rotated, by one key for all heads",
-                                 needs="kv_lora_rank")
-    v_head_dim: int = positive(0, "width of a value head; auto: head-dim", needs="kv_lora_rank", auto=True)
-    window: int = setting(0, "sliding window: a token sees itself and the window - 1 before it; 0: all before it")
-    full_attention_every: int = setting(0, "every so many layers one has full attention; 0: none has",
-                                needs="window")
-    experts: int = setting(0, "experts in each layer, in place of its feed-forward; 0: none, a dense model")
-    top_k: int = positive(2, "experts that a token is sent to", needs="experts")
-    expert_ffn: int = positive(0, "width of an expert; auto: ffn", needs="experts", auto=True)
-    shared_experts: int = setting(0, "experts that every token is sent to, besides its top-k", needs="experts")
-    dense_layers: int = setting(0, "how many of the first layers have a dense feed-forward instead of experts",
-                                needs="experts")
-    router: str = setting("softmax", "function from the router's logits to scores", ("softmax", "sigmoid"),
-                          needs="experts")
-    router_norm: bool = setting(True, "normalise the weights of a token's top-k experts to sum to 1", needs="experts")
-    router_scale: float = positive(1.0, "multiplies the weights of a token's top-k experts", needs="experts")
-    expert_groups: int = positive(1, "group-limited routing: how many groups the experts form", needs="experts")
-    top_groups: int = positive(1, "groups, those with the best scores, whose experts a token may be sent to",
-                               needs="experts")
-    mtp: bool = setting(False, "multi-token prediction: one more block, used in training alone, learns to predict the "
-                               "token after the next (DeepSeek-V3)")
+    """The architecture: a Llama, dense or with experts."""
+    preset: str = setting("tiny", help=(
+        "The architecture that the other flags of this section start from, such as llama-3.1-8b or tiny-moe. "
+        "core/config.py lists all in PRESETS. Flags override the preset."))
+    layers: int = positive(4, "Number of transformer blocks.", most=MOST_LAYERS)
+    hidden: int = positive(128, "Width of the residual stream.")
+    heads: int = positive(4, "Number of query heads.")
+    kv_heads: int = positive(2, "Number of key and value heads. heads / kv-heads query heads share each of them.")
+    head_dim: int = positive(0, "Width of a query or key head. auto: hidden / heads.", auto=True)
+    ffn: int = positive(352, "Inner width of the feed-forward layer (SwiGLU).")
+    vocab: int = positive(TEXT_VOCAB, help=(
+        "Number of tokens in the vocabulary. Training on text files needs at least 257: the 256 byte values and a "
+        "separator of documents."))
+    tied: bool = setting(False, "Tie the embeddings: input embedding and output head share one table.")
+    rope_theta: float = positive(10000.0, "Base of the rotary position embedding.")
+    rope_scaling: float = positive(1.0, help=(
+        "Scale rotary frequencies for longer contexts, by the rule of Llama 3.1. The factor is 8 in Llama 3.1 and 32 "
+        "in Llama 3.2. 1: no scaling."))
+    norm_eps: float = positive(1e-5, "Epsilon of RMSNorm, added to the mean square.")
+    qk_norm: bool = setting(False, "Apply RMSNorm to every query and key head, as Qwen 3 does.")
+    qkv_bias: bool = setting(False, "Add biases to queries, keys and values, as Qwen 2 does.")
+
+    kv_lora_rank: int = setting(0, help=(
+        "Use multi-head latent attention (MLA), as DeepSeek does: the width of the latent from which keys and values "
+        "are computed. 0: ordinary attention."))
+    q_lora_rank: int = setting(0, needs="kv_lora_rank", help=(
+        "Width of the latent from which queries are computed. 0: queries are computed from the hidden state."))
+    rope_head_dim: int = setting(0, needs="kv_lora_rank", help=(
+        "How many channels of each query and key head are rotated: an even number above 0. All heads share this part "
+        "of the key."))
+    v_head_dim: int = positive(0, "Width of a value head. auto: --head-dim.", needs="kv_lora_rank", auto=True)
+
+    window: int = setting(0, help=(
+        "Sliding-window attention: a token attends to itself and to the window - 1 tokens before it. 0: to all tokens "
+        "before it."))
+    full_attention_every: int = setting(0, needs="window", help=(
+        "Give every N-th layer full attention in place of the sliding window. 0: every layer has the window."))
+
+    experts: int = setting(0, help=(
+        "Number of experts in each layer. They replace the feed-forward layer. 0: a dense model."))
+    top_k: int = positive(2, "Number of experts that the router chooses for each token.", needs="experts")
+    expert_ffn: int = positive(0, "Inner width of an expert. auto: --ffn.", needs="experts", auto=True)
+    shared_experts: int = setting(0, "Number of experts that process every token, besides its top-k.", needs="experts")
+    dense_layers: int = setting(0, needs="experts", help=(
+        "How many layers at the start of the model have a dense feed-forward layer in place of experts."))
+    router: str = setting("softmax", choices=("softmax", "sigmoid"), needs="experts", help=(
+        "The function that turns the router's logits into scores."))
+    router_norm: bool = setting(True, needs="experts", help=(
+        "Normalise the weights of a token's top-k experts, so that they sum to 1."))
+    router_scale: float = positive(1.0, "Factor on the weights of a token's top-k experts.", needs="experts")
+    expert_groups: int = positive(1, needs="experts", help=(
+        "Group-limited routing: divide the experts into this many groups. A token goes to experts of the --top-groups "
+        "best groups only."))
+    top_groups: int = positive(1, needs="experts", help=(
+        "Group-limited routing: how many groups a token's experts may come from."))
+
+    mtp: bool = setting(False, help=(
+        "Multi-token prediction, as in DeepSeek-V3: train one more block, which predicts the token after the next. "
+        "Evaluation, sampling and export leave it out."))
 
     @property
     def blocks(self) -> int:
-        """The layers, and the block of multi-token prediction, whose number is that of the last layer plus one."""
+        """The number of blocks: the layers, and the block of multi-token prediction, which is the last one."""
         return self.layers + self.mtp
 
     @property
@@ -150,47 +182,60 @@ class Model:
         return self.experts > 0 and layer >= self.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """How many tokens a token of this layer sees; 0: all before it."""
+        """The sliding window of a layer, in tokens; 0: the layer has full attention."""
         return 0 if self.full_attention_every and (layer + 1) % self.full_attention_every == 0 else self.window
 
 
 @dataclass
 class Grid:
-    grid: str = setting("given", "auto: axes, ZeRO level, micro-batch, schedule and recomputation that no flag gives "
-                                 "become what plan/search.py predicts to be the fastest here", ("given", "auto"))
-    dp: int = positive(-1, "data parallel ranks; auto: all that pp, cp and tp leave", auto=True)
-    cp: int = positive(1, "context parallel ranks: each has 1/cp of every sequence")
-    cp_style: str = setting("allgather", "allgather: gather keys and values; ring: send them round a ring; ulysses: "
-                                         "all-to-all from sequence to head shards", CP_STYLES)
-    cp_zigzag: str = setting("sequence", "what is split so that ranks have equal work: each sequence; or, with "
-                                         "--mask-documents and best with kernels that skip hidden tiles, each document",
-                             ("sequence", "document"))
-    cp_ulysses: int = positive(1, "neighbours that exchange heads as in ulysses; and keys, by --cp-style, with others")
-    tp: int = positive(1, "tensor parallel ranks")
-    pp: int = positive(1, "pipeline ranks: each has the layers of one pipeline stage, or of several")
-    schedule: str = setting("1f1b", "pipeline schedule; python -m run.timeline --schedule NAME draws it",
-                            tuple(name for name, schedule in SCHEDULES.items() if schedule.runs))
-    virtual_stages: int = positive(0, "model chunks (pipeline stages) per rank; auto: as many as the schedule needs",
-                                   auto=True)
-    ep: int = positive(1, "expert parallel ranks, among those of dp, cp and tp: each has 1/ep of the experts",
-                       needs="experts")
-    zero: int = setting(0, "ZeRO level: data parallel ranks shard 1 optimizer state, 2 also gradients, 3 also weights",
-                        (0, 1, 2, 3))
-    dp_replicate: int = positive(1, "hybrid sharding: so many replicas, each sharded over dp x cp / dp-replicate ranks",
-                                 needs="zero")
-    sp: str = setting("on", "sequence parallelism: between layers each tensor parallel rank has 1/tp of the tokens; "
-                            "async: its communication overlaps matmuls, shard by shard; GPUs need NVLink",
-                      ("off", "on", "async"))
-    bucket_mb: float = setting(25.0, "a gradient bucket: whole layers, until it has so many MB (10^6); 0: one layer")
+    """How the ranks divide the work: dp x cp x tp x pp = the number of ranks."""
+    grid: str = setting("given", choices=("given", "auto"), help=(
+        "given: the grid is what the flags below say. auto: the planner (plan/search.py) chooses the grid that it "
+        "predicts to be the fastest on this machine. It chooses axes, ZeRO level, micro-batch, schedule and "
+        "recomputation, and keeps those that a flag gives."))
+    dp: int = positive(-1, "Data-parallel ranks. auto: all ranks that pp, cp and tp leave.", auto=True)
+    cp: int = positive(1, "Context-parallel ranks. Each holds 1/cp of every sequence.")
+    cp_style: str = setting("allgather", choices=CP_STYLES, help=(
+        "How context-parallel ranks attend to the whole sequence. allgather: they gather all keys and values. ring: "
+        "they pass keys and values round a ring. ulysses: an all-to-all gives each rank the whole sequence of 1/cp of "
+        "the heads."))
+    cp_zigzag: str = setting("sequence", choices=("sequence", "document"), help=(
+        "What is split so that context-parallel ranks have equal work. sequence: each sequence. document: each "
+        "document; this needs --mask-documents, and pays off if the attention kernel skips hidden tiles."))
+    cp_ulysses: int = positive(1, help=(
+        "Combine two styles of context parallelism: this many neighbouring ranks exchange heads as in ulysses, and "
+        "such groups exchange keys and values by --cp-style. 1: one style only."))
+    tp: int = positive(1, "Tensor-parallel ranks. Each holds 1/tp of the weights of every layer.")
+    pp: int = positive(1, help=(
+        "Pipeline-parallel ranks. Each holds one pipeline stage, a range of layers, or several (--virtual-stages)."))
+    schedule: str = setting("1f1b", choices=tuple(name for name, schedule in SCHEDULES.items() if schedule.runs), help=(
+        "Pipeline schedule: the order of forward and backward passes on each rank. "
+        "python -m run.timeline --schedule NAME draws it."))
+    virtual_stages: int = positive(0, auto=True, help=(
+        "Pipeline stages (model chunks) per rank. auto: as many as the schedule needs."))
+    ep: int = positive(1, needs="experts", help=(
+        "Expert-parallel ranks, taken from the ranks of dp, cp and tp. Each holds 1/ep of the experts."))
+    zero: int = setting(0, choices=(0, 1, 2, 3), help=(
+        "ZeRO level: what data-parallel ranks shard. 0: nothing. 1: the optimizer state. 2: also gradients. 3: also "
+        "weights, as FSDP does."))
+    dp_replicate: int = positive(1, needs="zero", help=(
+        "Hybrid sharding: the number of replicas. ZeRO shards each of them over dp x cp / dp-replicate ranks."))
+    sp: str = setting("on", choices=("off", "on", "async"), help=(
+        "Sequence parallelism. on: between layers, each tensor-parallel rank holds 1/tp of the tokens. off: each holds "
+        "all tokens. async: like on, and communication overlaps with matmuls, shard by shard; on GPUs this needs "
+        "NVLink."))
+    bucket_mb: float = setting(25.0, help=(
+        "Size in MB (10^6 bytes) at which a gradient bucket is full. A bucket consists of whole layers. 0: one layer "
+        "per bucket."))
 
     @property
     def head_ranks(self) -> int:
-        """How many neighbouring context parallel ranks exchange heads; the others exchange keys and values."""
+        """How many neighbouring context-parallel ranks exchange heads; beyond them, ranks exchange keys and values."""
         return self.cp if self.cp_style == "ulysses" else self.cp_ulysses
 
     @property
     def document_ranks(self) -> int:
-        """Between how many ranks that exchange keys a document is split; 1: none is, but whole sequences are."""
+        """Over how many ranks --cp-zigzag document splits each document; 1: documents are not split."""
         return self.cp // self.head_ranks if self.cp_zigzag == "document" else 1
 
     @property
@@ -199,33 +244,42 @@ class Grid:
 
     @property
     def sequence_shards(self) -> int:
-        """How many tensor parallel ranks share the tokens between layers."""
+        """How many tensor-parallel ranks share the tokens between layers."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def v_shaped(self) -> bool:
-        """Whether the last pipeline stage is on the rank of the first."""
+        """Whether the stages run down the ranks and back up, so that the first and the last are on the same rank."""
         return SCHEDULES[self.schedule].v_shaped
 
 
 @dataclass
 class Precision:
-    dtype: str = setting("auto", "of weights and activations; auto: bf16 on GPU, fp32 on CPU; fp16 scales the loss",
-                         ("auto", "bf16", "fp16", "fp32", "fp64"))
-    fp8: str = setting("none", "linear layers of blocks multiply in FP8; tensorwise: one scale per tensor, on which tp "
-                       "ranks wait to agree, gradients in E5M2; blockwise: one per 1x128 or 128x128 block",
-                       ("none", *FP8_RECIPES))
-    fp8_ends: bool = setting(True, "FP8 in the first and the last block, too")
-    moments_dtype: str = setting("auto", "dtype of AdamW's moments; auto: fp32, or fp64 in fp64 runs", ("auto", "bf16"))
-    reduce_dtype: str = setting("fp32", "of gradients summed over ranks; over micro-batches: fp32", ("fp32", "bf16"))
-    attention: str = setting("auto", "sdpa: torch's fused kernels; triton: ours; auto: torch's, but on a GPU ours for "
-                                     "documents and windows; math: plain torch, which saves scores",
-                             ("auto", "triton", "sdpa", "math"))
-    kernels: str = setting("auto", "on GPUs ours, torch where one does not run; torch: none of ours", ("auto", "torch"))
-    recompute: str = setting("none", "what backward recomputes; selective: norms, SwiGLU, scores, keys and values of "
-                                     "latents; full: layers", ("none", "selective", "full"))
-    offload: str = setting("none", "what is in the host's memory: optimizer: master weights and moments, which the CPU "
-                                   "updates; activations: the inputs of blocks that --recompute full saves", OFFLOADS)
+    """Data types, kernels, recomputation and offloading."""
+    dtype: str = setting("auto", choices=("auto", "bf16", "fp16", "fp32", "fp64"), help=(
+        "Data type of weights and activations. auto: bf16 on GPUs, fp32 on CPUs. With bf16 and fp16 the optimizer "
+        "keeps master weights in fp32. fp16 comes with a dynamic loss scale."))
+    fp8: str = setting("none", choices=("none", *FP8_RECIPES), help=(
+        "Multiply in FP8 in the linear layers of blocks. tensorwise: one scale per tensor, on which ranks have to "
+        "agree, and gradients in E5M2. blockwise: one scale per block of 1x128 or 128x128 elements."))
+    fp8_ends: bool = setting(True, "Use --fp8 in the first and the last block, too.")
+    moments_dtype: str = setting("auto", choices=("auto", "bf16"), help=(
+        "Data type of AdamW's moments. auto: fp32, or fp64 in fp64 runs."))
+    reduce_dtype: str = setting("fp32", choices=("fp32", "bf16"), help=(
+        "Data type in which gradients are summed over ranks. Over micro-batches they are always summed in fp32. "
+        "fp64 runs use fp64 for both."))
+    attention: str = setting("auto", choices=("auto", "triton", "sdpa", "math"), help=(
+        "Attention kernel. sdpa: torch's fused kernels. triton: the kernel in flash.py. math: plain torch, which "
+        "stores all scores. auto: sdpa; on GPUs, triton if documents are masked or there is a window."))
+    kernels: str = setting("auto", choices=("auto", "torch"), help=(
+        "Kernels of norms, SwiGLU, rotary embedding, loss and FP8. auto: on GPUs the Triton kernels of this project, "
+        "and torch in place of one that does not run. torch: torch only, for attention, too."))
+    recompute: str = setting("none", choices=("none", "selective", "full"), help=(
+        "What backward recomputes, so that it need not be stored. selective: norms, SwiGLU, attention scores, and keys "
+        "and values made from latents. full: whole layers."))
+    offload: str = setting("none", choices=OFFLOADS, help=(
+        "What is kept in the host's memory. optimizer: master weights and moments, which the CPU then updates. "
+        "activations: the layer inputs that --recompute full stores."))
 
     def fp8_recipe(self) -> Fp8Recipe | None:
         return FP8_RECIPES.get(self.fp8)
@@ -236,19 +290,28 @@ class Precision:
 
 @dataclass
 class Batch:
-    seq_len: int = positive(256, "tokens per sequence")
-    micro_batch: int = positive(0, "sequences a rank computes at once; auto: all of a step; with pp 1/(2 pp) of it",
-                                auto=True)
-    global_batch: int = positive(16, "sequences per step, over all ranks and micro-batches")
-    batch_ramp: str = setting("", 'replaces global-batch: "16@0,32@1e6" is 16 sequences, from 1e6 tokens seen on 32')
+    """How many tokens a step has, and how many of them a rank computes at once."""
+    seq_len: int = positive(256, "Tokens per sequence.")
+    micro_batch: int = positive(0, auto=True, help=(
+        "Sequences that a rank computes at once. auto: all of its sequences of a step; with a pipeline, 1/(2 pp) of "
+        "them, so that the pipeline is filled."))
+    global_batch: int = positive(16, "Sequences per step, over all ranks and micro-batches.")
+    batch_ramp: str = setting("", help=(
+        'Let the batch grow: "16@0,32@1e6" is 16 sequences per step at first, and 32 once the run has seen 1e6 tokens. '
+        "Replaces --global-batch."))
 
     def ramp(self) -> list[tuple[int, float]]:
-        """(sequences per step, tokens seen from which on that holds), in order. Raises ValueError if malformed."""
+        """Return [(sequences per step, number of tokens seen from which on it holds), ...] in order.
+
+        Raises ValueError if --batch-ramp is malformed.
+        """
         if not self.batch_ramp:
             return [(self.global_batch, 0.0)]
         with contextlib.suppress(ValueError):
-            ramp = [(int(size), float(start)) for size, start in
-                    (stage.split("@") for stage in self.batch_ramp.split(","))]
+            ramp = []
+            for stage in self.batch_ramp.split(","):
+                size, start = stage.split("@")
+                ramp.append((int(size), float(start)))
             sizes, starts = zip(*ramp)
             in_order = starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:]))
             if in_order and min(sizes) > 0 and max(sizes) <= LARGEST:
@@ -259,45 +322,61 @@ class Batch:
 
 @dataclass
 class Optim:
-    optimizer: str = setting("adamw", "the update rule; muon: of matrices, the rest by adamw", tuple(OPTIMIZERS))
-    lr: float = positive(0.0, "peak learning rate; auto: 1.2 / hidden, as Llama 3 from 8B to 405B, but at most 2e-3",
-                         auto=True)
-    lr_schedule: str = setting("cosine", "after the warmup; wsd: constant, then linear over the last fifth",
-                               ("cosine", "wsd", "constant"))
-    min_lr: float = setting(-1.0, "final learning rate of cosine and wsd; auto: lr / 10", auto=True)
-    warmup: int = setting(-1, "steps of linear warmup; auto: 20, but at most a tenth of the run", auto=True)
-    weight_decay: float = setting(0.1, "decoupled decay of matrices; norms and biases are not decayed")
-    betas: tuple = setting((0.9, 0.95), "decay rates of AdamW's averages of the gradient and of its square")
-    z_loss: float = setting(0.0, "coefficient of the z-loss, the square of each token's log-sum-exp of logits")
-    mtp_weight: float = positive(0.3, "coefficient of --mtp's loss (DeepSeek-V3: 0.3, later 0.1)", needs="mtp")
-    aux_loss: float = setting(0.01, "coefficient of the auxiliary loss that balances experts (Switch Transformer)",
-                              needs="experts")
-    aux_over: str = setting("sequence", "--aux-loss balances the tokens of each", ("sequence", "micro-batch"),
-                            needs="experts")
-    router_z_loss: float = setting(0.0, "coefficient of the routers' z-loss", needs="experts")
-    router_bias_rate: float = setting(0.0, "how far a step moves the biases that balance experts (DeepSeek-V3: 0.001)",
-                               needs="experts")
-    grad_clip: float = setting(1.0, "largest norm of the whole gradient; 0: no clipping")
-    steps: int = setting(200, "optimizer steps")
-    seed: int = setting(0, "initial weights and order of the samples")
+    """The optimizer, the learning rate, and the terms of the loss."""
+    optimizer: str = setting("adamw", choices=tuple(OPTIMIZERS), help=(
+        "Update rule. muon: Muon for matrices, AdamW for all other weights."))
+    lr: float = positive(0.0, auto=True, help=(
+        "Peak learning rate. auto: 1.2 / hidden, which fits Llama 3 from 8B to 405B, but at most 2e-3."))
+    lr_schedule: str = setting("cosine", choices=("cosine", "wsd", "constant"), help=(
+        "Learning rate after the warmup. cosine: a cosine down to --min-lr. wsd (warmup, stable, decay): constant, "
+        "then linear down to --min-lr over the last fifth of the steps. constant: --lr."))
+    min_lr: float = setting(-1.0, "Final learning rate of cosine and wsd. auto: lr / 10.", auto=True)
+    warmup: int = setting(-1, "Steps of linear warmup. auto: 20, but at most a tenth of the run.", auto=True)
+    weight_decay: float = setting(0.1, "Decoupled weight decay of matrices. Norms and biases are not decayed.")
+    betas: tuple = setting((0.9, 0.95), help=(
+        "Decay rates of AdamW's running averages of the gradient and of its square."))
+    z_loss: float = setting(0.0, help=(
+        "Coefficient of the z-loss, the squared log-sum-exp of each token's logits, which keeps logits small. 0: off."))
+    mtp_weight: float = positive(0.3, needs="mtp", help=(
+        "Coefficient of the loss of multi-token prediction. DeepSeek-V3 used 0.3, later 0.1."))
+    aux_loss: float = setting(0.01, needs="experts", help=(
+        "Coefficient of the auxiliary loss that balances the load of experts (Switch Transformer). 0: off."))
+    aux_over: str = setting("sequence", choices=("sequence", "micro-batch"), needs="experts", help=(
+        "Over which tokens --aux-loss balances the load: those of each sequence, or of each micro-batch."))
+    router_z_loss: float = setting(0.0, "Coefficient of the z-loss of the routers' logits. 0: off.", needs="experts")
+    router_bias_rate: float = setting(0.0, needs="experts", help=(
+        "Balance the load of experts without a loss, as DeepSeek-V3 does (with 0.001): after each step, a bias in the "
+        "router goes up by this much for an expert with too few tokens, and down for one with too many. 0: off."))
+    grad_clip: float = setting(1.0, "Clip the norm of the whole gradient to this value. 0: no clipping.")
+    steps: int = setting(200, "Number of optimizer steps.")
+    seed: int = setting(0, "Seed of the initial weights and of the order of the samples.")
 
 
 @dataclass
 class Data:
-    data: list = setting([], "text (files, folders) or tokens (.bin, .npy); by default the sources of Python's library")
-    data_weights: str = setting("", "3,1 mixes the paths of --data: of 4 samples 3 are from the first, 1 is from the "
-                                    "second; by default they are one stream, end to end")
-    data_dtype: str = setting("auto", "of headerless .bin; auto: uint16 if --vocab fits", ("auto", "uint16", "uint32"))
-    separator: int = setting(-1, "token that begins a document in token files; auto: the format's, or each file is one",
-                             auto=True)
-    mask_documents: bool = setting(False, "no attention across documents, and positions start anew in each")
-    val_data: list = setting([], "evaluate the loss on this text or these tokens")
-    eval_every: int = setting(0, "steps between evaluations; 0: at the end only", needs="val_data")
-    eval_steps: int = positive(8, "global batches per evaluation, at most all there are")
+    """What the model is trained and evaluated on."""
+    data: list = setting([], help=(
+        "Training data: text (files or folders), or token files (.bin, .npy). Without this flag, the sources of "
+        "Python's standard library."))
+    data_weights: str = setting("", help=(
+        "Mix the paths of --data by weights: with 3,1, of every 4 samples 3 are from the first path and 1 is from the "
+        "second. Without weights, the paths are read as one stream, one after the other."))
+    data_dtype: str = setting("auto", choices=("auto", "uint16", "uint32"), help=(
+        "Data type of the tokens in .bin files without a header. auto: uint16 if --vocab allows it, else uint32."))
+    separator: int = setting(-1, auto=True, help=(
+        "The token that begins each document in token files. auto: the one that the file format names; if it names "
+        "none, each file is one document."))
+    mask_documents: bool = setting(False, help=(
+        "Let a token attend to its own document only, and count positions anew in each document."))
+    val_data: list = setting([], "Validation data: text or token files, on which the loss is evaluated.")
+    eval_every: int = setting(0, "Steps between evaluations. 0: evaluate only after the last step.", needs="val_data")
+    eval_steps: int = positive(8, "Global batches per evaluation; fewer if the validation data has fewer.")
 
     def weights(self) -> tuple[int, ...]:
-        """Of each path of --data, without a common divisor; () if the data is no mixture. Raises ValueError if
-        malformed."""
+        """Return the weight of each path of --data, without a common divisor; () if no weights are given.
+
+        Raises ValueError if --data-weights is malformed.
+        """
         words = self.data_weights.split(",") if self.data_weights else []
         if all(word.isdecimal() for word in words) and len(words) in (0, len(self.data)):
             weights = tuple(map(int, words))
@@ -309,31 +388,46 @@ class Data:
 
 @dataclass
 class Run:
-    checkpoint_dir: str = setting("", "save checkpoints in this folder, on a file system that all ranks share")
-    save_every: int = setting(0, "steps between checkpoints; 0: after the last step only", needs="checkpoint_dir")
-    keep_checkpoints: int = setting(2, "how many checkpoints stay in --checkpoint-dir; 0: all")
-    resume: str = setting("", "a checkpoint, or a folder of them; auto: the newest whole one in --checkpoint-dir, if "
-                              "any; settings that no flag gives are the checkpoint's")
-    allow_mismatch: bool = setting(False, "on resume, accept changed data or settings; with --init-from, unused "
-                                          "weights")
-    init_from: str = setting("", "start from weights and config.json as published on Hugging Face, in this folder")
-    export_hf: str = setting("", "after training, write the weights here as transformers reads them; needs "
-                                 "--checkpoint-dir")
-    metrics: str = setting("", "append each step's metrics to this file, or /dev/stdout, in JSON")
-    profile: str = setting("", "write a trace of steps 3 to 5 in this folder, and print what takes longest")
-    memory_snapshot: str = setting("", "write torch's snapshot of rank 0's GPU memory in the first six steps")
-    sample_prompt: str = setting("def ", "after training on text, continue this prompt; '' for none")
-    device: str = setting("auto", "auto: GPUs when there is one per rank", ("auto", "cpu", "cuda"))
-    dry_run: str = setting("", "RANK/GPUS: print what a step needs on that rank of so many, run on fake tensors")
-    timeout: float = positive(600.0, "seconds a collective may wait for a rank before the run fails", most=1e7)
-    time_limit: float = setting(0.0, "minutes after which the run saves and ends, as after SIGTERM or Ctrl-C; 0: none")
-    max_skipped: int = setting(25, "fail after so many steps in a row whose gradient is not finite; 0: never")
-    rewind: int = setting(0, "instead of ending by --max-skipped, go back to the checkpoint before these steps and "
-                             "leave out their samples, this many times in a run")
-    check_replicas: int = setting(0, "steps between comparisons of what ranks must hold alike, to the bit; 0: never")
+    """Checkpoints, output, the machine, and what happens when something fails."""
+    checkpoint_dir: str = setting("", "Save checkpoints in this folder, on a file system that all ranks share.")
+    save_every: int = setting(0, "Steps between checkpoints. 0: save only after the last step.", needs="checkpoint_dir")
+    keep_checkpoints: int = setting(2, "Number of checkpoints to keep; older ones are deleted. 0: keep all.")
+    resume: str = setting("", help=(
+        "Resume from this checkpoint, or from the newest complete one in this folder. auto: from the newest complete "
+        "one in --checkpoint-dir; if there is none, start from scratch. Settings that no flag gives are the "
+        "checkpoint's."))
+    allow_mismatch: bool = setting(False, help=(
+        "With --resume, accept data or settings that differ from the checkpoint's. With --init-from, accept weights "
+        "that the model does not use."))
+    init_from: str = setting("", help=(
+        "Start from the published model in this folder: config.json and weights in Hugging Face's format."))
+    export_hf: str = setting("", help=(
+        "After training, write the model into this folder, in the format that transformers reads. The model is that of "
+        "the last checkpoint, so --checkpoint-dir has to be given, too."))
+    metrics: str = setting("", "Append the metrics of each step to this file, or to /dev/stdout, as one line of JSON.")
+    profile: str = setting("", help=(
+        "Write a trace of steps 3 to 5 into this folder, for Perfetto, and print the operations that take longest."))
+    memory_snapshot: str = setting("", help=(
+        "Write torch's snapshot of rank 0's GPU memory in the first six steps to this file."))
+    sample_prompt: str = setting("def ", help=(
+        "After training on text, let the model continue this prompt. An empty prompt ('') turns this off."))
+    device: str = setting("auto", "auto: GPUs if there is one for each rank, else CPUs.", ("auto", "cpu", "cuda"))
+    dry_run: str = setting("", help=(
+        "RANK/GPUS, such as 0/64 for the first of 64: run one step of that rank on fake tensors, without GPUs, and "
+        "print what it would need, compute and send."))
+    timeout: float = positive(600.0, "Seconds that a collective may wait for a rank before the run fails.", most=1e7)
+    time_limit: float = setting(0.0, help=(
+        "Minutes after which the run saves a checkpoint and ends, as after SIGTERM or Ctrl-C. 0: no limit."))
+    max_skipped: int = setting(25, help=(
+        "A step whose gradient is not finite is skipped. Fail after this many skipped steps in a row. 0: never fail."))
+    rewind: int = setting(0, help=(
+        "How many times in a run to go back, instead of failing by --max-skipped, to the checkpoint before the skipped "
+        "steps, and to leave out the samples of these steps."))
+    check_replicas: int = setting(0, help=(
+        "Steps between checks that values which several ranks hold are equal to the bit. 0: never check."))
 
     def dry_run_as(self) -> tuple[int, int]:
-        """(rank, how many there are). Raises ValueError if malformed."""
+        """Return (rank, number of ranks) of --dry-run. Raises ValueError if it is malformed."""
         rank, _, ranks = self.dry_run.partition("/")
         need(rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks),
              f"--dry-run {self.dry_run}: write RANK/GPUS, such as 0/64 for the first of 64")
@@ -342,6 +436,7 @@ class Run:
 
 @dataclass
 class Config:
+    """All settings of a run, complete and checked. rules.parse makes it."""
     model: Model
     grid: Grid
     precision: Precision
@@ -349,21 +444,29 @@ class Config:
     optim: Optim
     data: Data
     run: Run
-    before_defaults: dict = field(default_factory=dict)  # all settings before `complete`: what other runs inherit
+    before_defaults: dict = field(default_factory=dict)  # all settings before rules.complete: a resumed run gets these
     grid_is_example: bool = False  # whether run/cli.py chose the grid, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
     ranks: int = 1  # the world size
 
     def value(self, name: str) -> Any:
+        """Return the value of a setting of any section."""
         return getattr(getattr(self, SECTION_OF[name]), name)
 
     def fp8_layers(self) -> range:
-        """The blocks whose linear layers multiply in FP8; never that of multi-token prediction."""
+        """The layers whose linear layers multiply in FP8. The block of multi-token prediction never does."""
         skipped = 0 if self.precision.fp8_ends else 1
         return range(skipped, self.model.layers - skipped) if self.precision.fp8 != "none" else range(0)
 
 
+SECTIONS = dict(model=Model, grid=Grid, precision=Precision, batch=Batch, optim=Optim, data=Data, run=Run)
+SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
+FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in fields(section)}
+
+
 # ---- presets --------------------------------------------------------------------------------------------------------
+
+# A preset holds the settings whose values differ from the defaults above.
 
 def sizes(layers, hidden, heads, kv_heads, ffn, vocab, **rest):
     return dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, **rest)
@@ -395,19 +498,17 @@ PRESETS = {  #             layers hidden heads kv    ffn
     "tiny-moe":       sizes(4,    128,   4,   2,   352, TEXT_VOCAB, experts=8, top_k=2, expert_ffn=128),
     "mixtral-8x7b":   sizes(32,  4096,  32,   8, 14336, 32000, rope_theta=1e6, experts=8, top_k=2, expert_ffn=14336),
     "qwen3-30b-a3b":  sizes(48,  2048,  32,   4,  6144, **QWEN3, experts=128, top_k=8, expert_ffn=768),
-    # without its block for multi-token prediction, and as it is before its context is extended (YaRN)
+    # Without the block for multi-token prediction (--mtp adds it), and before the context is extended (YaRN).
     "deepseek-v3":    sizes(61,  7168, 128, 128, 18432, 129280, **DEEPSEEK, experts=256, dense_layers=3,
                             expert_groups=8, top_groups=4, router_scale=2.5, aux_loss=1e-4),
     "kimi-k2":        sizes(61,  7168,  64,  64, 18432, 163840, **DEEPSEEK, experts=384, dense_layers=1,
                             router_scale=2.827, rope_theta=50000.0, aux_loss=1e-3),
 }
 
-SECTIONS = dict(model=Model, grid=Grid, precision=Precision, batch=Batch, optim=Optim, data=Data, run=Run)
-SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
-FIELDS: dict[str, Field] = {f.name: f for section in SECTIONS.values() for f in fields(section)}
 
+# ---- other names of these settings ----------------------------------------------------------------------------------
 
-# Names that settings had: a flag of that name is refused with the new one, and checkpoints are read by this table.
+# Old name -> present name. The error for an old flag gives the present one; checkpoints with old names are still read.
 RENAMED = {
     "seq": "seq_len",
     "clip": "grad_clip",
@@ -421,7 +522,7 @@ RENAMED = {
     "keep": "keep_checkpoints",
     "sample": "sample_prompt",
 }
-# What other trainers call a setting (Megatron-LM, torchtitan, transformers, nanoGPT): the error for a flag names ours.
+# The name in Megatron-LM, torchtitan, transformers or nanoGPT -> ours, which the error for such a flag gives.
 IN_OTHER_TRAINERS = {
     "data_parallel_size": "dp", "data_parallel_shard_degree": "dp", "world_size": "dp",
     "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp", "tensor_parallel_degree": "tp",
@@ -452,22 +553,26 @@ IN_OTHER_TRAINERS = {
     "model_name_or_path": "init_from", "distributed_timeout_minutes": "timeout", "exit_duration_in_mins": "time_limit",
 }
 
-# ---- names, kinds and ranges of settings ----------------------------------------------------------------------------
+
+# ---- values of settings ---------------------------------------------------------------------------------------------
 
 def name_of(asked: str) -> str:
-    """The setting in "--sp async": the inverse of `flag`."""
+    """Return the setting that "--sp async" or "--sp" is about: "sp". The inverse of `flag`."""
     return asked.split()[0].removeprefix("--").replace("-", "_")
 
 
 def written(name: str, value: Any) -> str:
-    """A setting's value as one writes it after its flag."""
+    """Return a setting's value as a user writes it after the flag."""
     declared = FIELDS[name]
     return "auto" if declared.metadata["auto"] and value == declared.default else str(value)
 
 
 def is_of_kind(value: Any, example: Any) -> bool:
-    """Whether a value of a JSON file is of the example's kind. A float may be written as a whole number. The entries of
-    a list must be like the example's first entry, or text if the example is empty."""
+    """Whether a value from a JSON file has the type of the example.
+
+    A float may be written as a whole number. Entries of a list must be like the example's first entry; if the example
+    is empty, they must be text.
+    """
     if isinstance(example, (list, tuple)):
         first = example[0] if example else ""
         return isinstance(value, (list, tuple)) and all(is_of_kind(entry, first) for entry in value)
@@ -475,7 +580,10 @@ def is_of_kind(value: Any, example: Any) -> bool:
 
 
 def problem_of(name: str, value: Any) -> str:
-    """What a setting must be, if this value of its kind is not possible; else ""."""
+    """Return why a setting cannot have this value, such as "must be above 0"; "" if it can.
+
+    The value has the setting's type.
+    """
     declared = FIELDS[name]
     choices, most, above = declared.metadata["choices"], declared.metadata["most"], declared.metadata["positive"]
     if choices:
@@ -489,9 +597,23 @@ def problem_of(name: str, value: Any) -> str:
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
 
+def read(arguments: list[str]) -> dict[str, Any]:
+    """Return the settings that a command line gives: name -> value. Presets and defaults come later, in core/rules.py.
+
+    Raises ValueError for an unknown flag, and for a value of the wrong type.
+    """
+    given, unknown = read_flags(make_parser(), FIELDS, expand(arguments))
+    if unknown:
+        raise ValueError(f"{unknown[0]}: {what_is_meant(unknown[0].partition('=')[0])}")
+    return given
+
+
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
-    """`@file` becomes the flags in it, but for the value of a flag, as in `--sample-prompt @dataclass`;
-    `--global_batch=8` becomes `--global-batch=8`. inside: the files being read."""
+    """Replace each `@file` by the flags in that file, where # begins a comment, and spell flags with dashes.
+
+    Behind a flag that takes one value, "@..." is that value: `--sample-prompt @dataclass`. `--global_batch=8` becomes
+    `--global-batch=8`. inside: the files that are being read, so that a file which reads itself is found.
+    """
     out: list[str] = []
     for argument in arguments:
         if argument.startswith("@") and not (out and takes_one_value(out[-1])):
@@ -499,7 +621,8 @@ def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
             need(os.path.isfile(path), f"{argument}: there is no file {path}")
             need(path not in inside, f"{argument}: the file reads itself")
             try:
-                words = shlex.split(Path(path).read_text(encoding="utf-8-sig"), comments=True)  # without a BOM
+                text = Path(path).read_text(encoding="utf-8-sig")  # "-sig": without the byte order mark
+                words = shlex.split(text, comments=True)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{argument}: cannot be read: {error}") from None
             out += expand(words, (*inside, path))
@@ -515,12 +638,14 @@ def takes_one_value(word: str) -> bool:
     return field is not None and field.type not in (bool, list)
 
 
-EXIT_CODES = ("Exit codes: 0: done, or saved and ended as asked (SIGTERM, Ctrl-C, --time-limit); 1: a rank failed, and "
-              "the last line of train.py says why; 2: these flags, this data or this checkpoint cannot run; 128 + the "
-              "signal's number: a second signal. Under torchrun every code but 0 becomes 1.")
+EXIT_CODES = ("Exit codes: 0: done, or saved and ended on request (SIGTERM, Ctrl-C, --time-limit). 1: a rank failed; "
+              "the last line of train.py says why. 2: these flags, this data or this checkpoint cannot run. 128 + the "
+              "signal's number: a second signal came. Under torchrun every code except 0 becomes 1.")
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ValueError for a mistake, with one line."""
+
     def error(self, message):
         message = message.removeprefix("argument ")
         if message.endswith("expected one argument"):
@@ -531,9 +656,12 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(sections: dict[str, type] = SECTIONS, description: str | None = "Train a Llama-style model.",
                 usage: str = "torchrun --nproc_per_node=8 train.py [flags] [@file of flags]") -> Parser:
-    """One flag a field; values stay as they were typed, for `read_value`. What is not given stays absent, so that a
-    preset knows what it may fill. Only train.py's text is wrapped in --help: other descriptions are docstrings, which
-    have lines of their own."""
+    """Make a parser with one flag for each field of the sections.
+
+    It leaves values as they were typed, for `read_value`. A flag that is not given is absent from the result, so that
+    a preset can fill it. Only the text of train.py's --help is wrapped: other descriptions are docstrings, which have
+    line breaks of their own.
+    """
     is_train = sections is SECTIONS
     parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description,
                     epilog=EXIT_CODES if is_train else None,
@@ -543,24 +671,42 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str | None = 
         for f in fields(section):
             choices, default = f.metadata["choices"], f.default
             if f.type is bool:
-                kwargs, default = dict(action=argparse.BooleanOptionalAction), "on" if default else "off"
+                kwargs = dict(action=argparse.BooleanOptionalAction)
+                default = "on" if default else "off"
             elif f.type is list:
-                kwargs, default = dict(nargs="*", metavar="PATH"), ""
+                kwargs = dict(nargs="*", metavar="PATH")
+                default = ""
             else:
                 kwargs = dict(metavar=f"{{{','.join(map(str, choices))}}}" if choices else f.type.__name__.upper())
                 if f.type is tuple:
                     default = ",".join(map(str, default))
             if f.metadata["auto"]:
                 default = "auto"
-            shown = "" if default == "" else f" [{default}]"
+            text = f.metadata["help"]
             if f.metadata["needs"]:
-                shown = f" (with {flag(f.metadata['needs'])}){shown}"
-            group.add_argument(flag(f.name), help=f.metadata["help"] + shown, **kwargs)
+                text += f" Needs {flag(f.metadata['needs'])}."
+            if default != "":
+                text += f" [{default}]"
+            group.add_argument(flag(f.name), help=text, **kwargs)
     return parser
 
 
+def read_flags(parser: Parser, declared: dict[str, Field], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return (name -> value of each flag that is given, the other words). Raises ValueError for a wrong value."""
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        field = declared.get(name_of(name).removeprefix("no_")) if equals and name.startswith("--") else None
+        if field and field.type is bool:
+            raise ValueError(f"{argument}: takes no value: write {flag(field.name)} or --no-{flag(field.name)[2:]}")
+    given, rest = parser.parse_known_args(arguments)
+    values = {}
+    for name, typed in vars(given).items():
+        values[name] = read_value(declared[name], typed) if isinstance(typed, str) else typed  # not text: bool, list
+    return values, rest
+
+
 def read_value(field: Field, typed: str) -> Any:
-    """The value of a flag. Raises ValueError, with what would work, for what is none."""
+    """Return the value that was typed for a flag, in the field's type. Raises ValueError, which says what to write."""
     asked, choices = f"{flag(field.name)} {typed or repr(typed)}", field.metadata["choices"]
     if choices:
         by_name = {str(choice): choice for choice in choices}
@@ -581,28 +727,8 @@ def read_value(field: Field, typed: str) -> Any:
     return value
 
 
-def read_flags(parser: Parser, declared: dict[str, Field], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """(name -> value of each flag that is given, the other words). Raises ValueError for what is no value."""
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        field = declared.get(name_of(name).removeprefix("no_")) if equals and name.startswith("--") else None
-        if field and field.type is bool:
-            raise ValueError(f"{argument}: takes no value: write {flag(field.name)} or --no-{flag(field.name)[2:]}")
-    given, rest = parser.parse_known_args(arguments)
-    return {name: read_value(declared[name], typed) if isinstance(typed, str) else typed
-            for name, typed in vars(given).items()}, rest
-
-
-def read(arguments: list[str]) -> dict[str, Any]:
-    """The settings that a command line gives: name -> value. Raises ValueError for what is no setting or no value."""
-    given, unknown = read_flags(make_parser(), FIELDS, expand(arguments))
-    if unknown:
-        raise ValueError(f"{unknown[0]}: {what_is_meant(unknown[0].partition('=')[0])}")
-    return given
-
-
 def what_is_meant(unknown: str) -> str:
-    """What to write in place of a flag that there is not."""
+    """Say what to write in place of an unknown flag."""
     name = name_of(unknown) if unknown.startswith("--") else ""
     without_no = name.removeprefix("no_")
     if without_no in RENAMED:
@@ -616,10 +742,33 @@ def what_is_meant(unknown: str) -> str:
 
 
 def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, list[str]]:
-    """Flags that a command has besides those of train.py, or in their place, declared in a dataclass as settings are.
-    Returns an instance of it, and what else the command line has. Raises ValueError for what is no value. --help prints
-    the docstring of the file that declares them, the usage and the flags."""
+    """Read the flags of another program than train.py, such as run/generate.py, which declares them in a dataclass.
+
+    Returns an instance of the dataclass, and the other words of the command line. With --help it prints the usage, the
+    flags, and the docstring of the file in which the dataclass is declared. Raises ValueError for a wrong value.
+    """
     about = sys.modules[section.__module__].__doc__
     declared = {f.name: f for f in fields(section)}
     given, rest = read_flags(make_parser({"flags": section}, about, usage), declared, arguments)
     return section(**given), rest
+
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+# cp.py and zero.py pad; plan/, which runs without torch, predicts how much.
+
+def padded_length(seq: int, cp: int, tp: int = 1) -> int:
+    """Round a sequence length up, so that each of cp ranks gets two chunks of equal length, whose tokens tp ranks can
+    share equally. Without context parallelism nothing is padded."""
+    if cp == 1:
+        return seq
+    unit = 2 * cp * tp
+    return -(-seq // unit) * unit
+
+
+def padded_elements(count: int, shards: int) -> int:
+    """Round a number of elements up to equal shards of a multiple of 16 elements, which kernels and NCCL like to have.
+    One shard is not padded."""
+    if shards == 1:
+        return count
+    unit = 16 * shards
+    return -(-count // unit) * unit
