@@ -178,7 +178,7 @@ def test_help_names_the_setting_that_a_setting_needs():
     """Last, before the default."""
     helps = {action.dest: action.help for action in config.make_parser()._actions}
     for name, field in config.FIELDS.items():
-        found = re.search(r"(?:\(with|Needs) (--[\w-]+)[).](?: \[[^][]*\])?$", helps[name])
+        found = re.search(r"Needs (--[\w-]+)\.(?: \[[^][]*\])?$", helps[name])
         needed = field.metadata["needs"]
         assert (found and found[1]) == (config.flag(needed) if needed else None), name
 
