@@ -1,14 +1,20 @@
 """Which settings go together, and why.
 
-`parse` turns a command line into the settings of a run:
+`parse` turns a command line into the settings of a run, in four steps:
 
-    read        config.read: which flags are given, with which values
-    merge       flags over the preset, or over what a checkpoint's run had
-    complete    defaults that follow from other settings, such as --dp from the number of ranks
-    check       kinds and ranges, then `every_rule`, then the batch and the schedule
+    read        config.read finds which flags are given, and their values
+    merge       flags override the preset or, in a resumed run, the settings of the checkpoint
+    complete    defaults that depend on other settings are filled in, such as --dp from the number of ranks
+    check       each setting is in its range; then every rule of the table below holds; then the batch and the pipeline
+                schedule fit the grid
 
-A rule says what must hold and what would work. tests/test_config.py has a command line that each rule refuses. Errors
-are ValueErrors of one line: the flag, its value, what works. This file needs the standard library only.
+The table has one row per rule, and there are two kinds of rows:
+
+    Needs("--sp async", grid.tp > 1, "--tp 2 or more")   the setting, what must hold if it is set, what would work
+    Divides("--kv-heads", model.heads, "--heads")        the setting, the number it must divide, the name of the number
+
+tests/test_config.py lists, in the order of the table, a command line that each row refuses, and the error. Errors are
+ValueErrors of one line: the flag, its value and what would work. This file imports only the standard library.
 """
 import math
 from dataclasses import fields
@@ -32,18 +38,14 @@ from core.config import (
 )
 from schedules import SCHEDULES, plan_of
 
-BY_BLOCKS = [style for style in CP_STYLES if style != "ulysses"]
-GROUPED = [name for name, schedule in SCHEDULES.items() if schedule.grouped and schedule.runs]
-
-
 # ---- from a command line to the settings of a run -------------------------------------------------------------------
 
 def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None = None, owner: str = "") -> Config:
-    """The complete and checked settings of a run on `world` ranks (but for --grid auto's grid: see check_grid).
+    """Return the complete and checked settings of a run on `world` ranks. With --grid auto, the grid is still open.
 
-    inherited: settings that flags override, in place of the preset's; owner: whose they are, for errors. Where a flag
-    leaves out experts or latent attention, what is inherited of them goes, too. Raises ValueError, one line, for what
-    cannot run.
+    inherited: the settings of a checkpoint or of a published model, which replace the preset's. owner: says whose they
+    are, for errors. If a flag turns experts or latent attention off, everything inherited about them is dropped, too.
+    Raises ValueError, with one line, for settings that cannot run.
     """
     flags = read(arguments)
     assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), "run/cli.py reads these"
@@ -51,12 +53,15 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     if inherited is None:
         inherited, owner = PRESETS[preset], f"of --preset {preset}"
-    for name, f in FIELDS.items():  # such as all that is said of experts
-        if f.metadata["needs"] in ("experts", "kv_lora_rank") and flags.get(f.metadata["needs"]) == 0:
+    for name, f in FIELDS.items():
+        needed = f.metadata["needs"]
+        if needed in ("experts", "kv_lora_rank") and flags.get(needed) == 0:
             inherited = {other: value for other, value in inherited.items() if other != name}
     values = inherited | flags
-    config = Config(**{name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
-                       for name, section in SECTIONS.items()})
+    sections = {}
+    for name, section in SECTIONS.items():
+        sections[name] = section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
+    config = Config(**sections)
     config.arguments = list(arguments)
     config.before_defaults = {name: config.value(name) for name in FIELDS}  # `complete` changes none of these in place
     try:
@@ -70,14 +75,17 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
 
 
 def complete(c: Config, ranks: int) -> None:
-    """Fill in, in place, defaults that follow from other settings, and check all for `ranks` ranks, or as many as a dry
-    run has. Raises ValueError for what cannot run."""
+    """Fill in, in place, the defaults that depend on other settings, and check all settings.
+
+    ranks: the number of ranks; a dry run has as many as it pretends. Raises ValueError for settings that cannot run.
+    """
     if c.run.dry_run:
         need(ranks == 1, f"--dry-run on {ranks} ranks: one process pretends to be one of them, leave out torchrun")
         ranks = c.run.dry_run_as()[1]
     c.ranks = ranks
     check_ranges(c)
-    model, grid, optim = c.model, c.grid, c.optim  # what does not fit is left for `every_rule` to say
+    # Divisions round down. Where they leave a remainder, a rule refuses the settings.
+    model, grid, optim = c.model, c.grid, c.optim
     model.head_dim = model.head_dim or model.hidden // model.heads
     model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
     if grid.grid == "given":
@@ -94,11 +102,14 @@ def complete(c: Config, ranks: int) -> None:
         check_schedule(c)
 
 
-# ---- rules ----------------------------------------------------------------------------------------------------------
+# ---- the two kinds of rules -----------------------------------------------------------------------------------------
 
 class Needs(NamedTuple):
-    """Needs("--sp async", tp > 1, "--tp 2"): where --sp is async, tp > 1 must hold, else the error is "--sp async needs
-    --tp 2". Needs("--top-k", experts, "--experts"): the same where --top-k is not its declared default."""
+    """A setting that needs something else.
+
+    Needs("--sp async", grid.tp > 1, "--tp 2 or more"): if --sp is async, grid.tp > 1 must hold; otherwise the error is
+    "--sp async needs --tp 2 or more". Needs("--sp", ...), without a value, applies if --sp is not its default.
+    """
     setting: str
     holds: Any
     missing: str
@@ -111,11 +122,15 @@ class Needs(NamedTuple):
 
 
 class Divides(NamedTuple):
-    """Divides("--tp", heads, "--heads"): --tp, its default too, must divide `heads`. 0 is divided by everything."""
+    """A setting, given or by default, that must divide a number.
+
+    Divides("--kv-heads", model.heads, "--heads"): otherwise the error is "--kv-heads 3 does not divide --heads (4): use
+    one of 1, 2, 4". Every setting divides 0, so a rule whose number is 0 does not apply.
+    """
     setting: str
     number: int
     what: str
-    hint: str = ""
+    hint: str = ""  # another way out, at the end of the error
 
     def check(self, c: Config) -> None:
         if self.number % c.value(name_of(self.setting)):
@@ -125,7 +140,7 @@ class Divides(NamedTuple):
 
 
 def as_typed(c: Config, asked: str) -> str:
-    """A setting and its value, as one writes it."""
+    """Return the setting of a rule, with its value in this run, as a user types it."""
     name, value = flag(name_of(asked)), c.value(name_of(asked))
     if value is True:
         return name
@@ -137,14 +152,18 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+# ---- the table of rules ---------------------------------------------------------------------------------------------
+
 def every_rule(c: Config) -> list[Needs | Divides]:
-    """Checked in this order: an error may take the rows before it for granted. All conditions are computed first, with
-    the defaults that `complete` has filled in."""
-    return [*settings_without_effect(c), *rules_of_the_model(c), *rules_of_the_run(c)]
+    """Return the table. Rules are checked from top to bottom, so the error of a row may rely on the rows above it.
+
+    All conditions are computed before the first check, from settings whose defaults `complete` has filled in.
+    """
+    return [*settings_without_effect(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_run(c)]
 
 
 def settings_without_effect(c: Config) -> list[Needs]:
-    """A rule for each field that is declared with `needs`."""
+    """The rules that core/config.py declares with `needs`: a setting that is given without another has no effect."""
     found = []
     for name, f in FIELDS.items():
         if other := f.metadata["needs"]:
@@ -155,94 +174,120 @@ def settings_without_effect(c: Config) -> list[Needs]:
 
 
 def rules_of_the_model(c: Config) -> list[Needs | Divides]:
-    model, grid, more_ranks = c.model, c.grid, ", or start more ranks (torchrun --nproc_per_node)"
+    """The rules that concern only the architecture. With --grid auto they are checked before a grid is chosen."""
+    model = c.model
+    own_head_dim = c.before_defaults["head_dim"]  # 0: it follows from --hidden
+    experts_in_reach = model.experts // model.expert_groups * model.top_groups
     return [
-        Divides("--heads", 0 if c.before_defaults["head_dim"] else model.hidden, "--hidden", ", or set --head-dim"),
+        Divides("--heads", 0 if own_head_dim else model.hidden, "--hidden", ", or set --head-dim"),
         Divides("--kv-heads", model.heads, "--heads"),
-        Divides("--expert-groups", model.experts, "--experts"),
-        Divides("--pp", c.ranks, "the number of ranks", more_ranks),
-        Divides("--tp", c.ranks // grid.pp, "the ranks that --pp leaves", more_ranks),
-        Divides("--cp", c.ranks // grid.pp // grid.tp, "the ranks that --pp and --tp leave", more_ranks),
-        Divides("--tp", model.heads, "--heads"),
-        Divides("--tp", 0 if model.has_experts(0) else model.ffn, "--ffn"),
-        Divides("--tp", model.shared_experts * model.expert_ffn, "--shared-experts x --expert-ffn"),
-        Divides("--cp", model.heads // grid.tp if grid.cp_style == "ulysses" else 0,
-                "the heads of a tensor parallel rank", ", or another --cp-style"),
-        Divides("--cp-ulysses", grid.cp, "--cp"),
-        Divides("--cp-ulysses", max(model.kv_heads // grid.tp, 1), "the --kv-heads of a tensor parallel rank"),
-        Divides("--dp-replicate", grid.dp, "--dp"),
-        Divides("--ep", model.experts, "--experts"),
-        Divides("--ep", grid.dp // grid.dp_replicate * grid.cp * grid.tp,
-                "the ranks of --dp, --cp and --tp in a replica"),
-
-        Needs("--top-k 1", model.experts == 1 or not model.router_norm,
-              "--no-router-norm: else the weights are always 1, and the router gets no gradient"),
-        Needs("--experts", model.top_k <= model.experts, "a --top-k that is not above it"),
-        Needs("--top-groups", model.top_groups <= model.expert_groups, "as many --expert-groups"),
-        Needs("--expert-groups", model.top_k <= model.experts // model.expert_groups * model.top_groups,
-              "a --top-k of at most the experts in --top-groups of them"),
-        Needs("--dense-layers", model.dense_layers < model.layers, "more --layers than these"),
         Needs("--head-dim", model.head_dim % 2 == 0, "to be even: rotary embedding rotates pairs of channels"),
+
+        # Experts.
+        Divides("--expert-groups", model.experts, "--experts"),
+        Needs("--top-k 1", model.experts == 1 or not model.router_norm,
+              "--no-router-norm: otherwise its weight is always 1, and the router gets no gradient"),
+        Needs("--experts", model.top_k <= model.experts, "a --top-k that is not above it"),
+        Needs("--top-groups", model.top_groups <= model.expert_groups, "at least as many --expert-groups"),
+        Needs("--expert-groups", model.top_k <= experts_in_reach,
+              "a --top-k of at most the number of experts in --top-groups groups"),
+        Needs("--dense-layers", model.dense_layers < model.layers, "more --layers than these"),
+
+        # Latent attention.
         Needs("--kv-lora-rank", 0 < model.rope_head_dim < model.head_dim and model.rope_head_dim % 2 == 0,
               "an even --rope-head-dim, above 0 and below --head-dim"),
         Needs("--kv-lora-rank", model.value_dim <= model.head_dim, "a --v-head-dim of at most --head-dim"),
         Needs("--kv-lora-rank", model.kv_heads == model.heads,
               "as many --kv-heads as --heads: each head has keys and values of its own"),
         Needs("--kv-lora-rank", not model.qk_norm and not model.qkv_bias,
-              "neither --qk-norm nor --qkv-bias: latents have norms of their own"),
+              "neither --qk-norm nor --qkv-bias: latents have norms of their own")]
+
+
+def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
+    """The rules of the axes, which divide ranks, heads, layers, experts and tokens."""
+    model, grid, schedule = c.model, c.grid, SCHEDULES[c.grid.schedule]
+    more_ranks = ", or start more ranks (torchrun --nproc_per_node)"
+    any_stages = " and ".join(name for name, other in SCHEDULES.items() if other.grouped and other.runs)
+    by_keys = " or ".join(style for style in reversed(CP_STYLES) if style != "ulysses")
+    return [
+        Divides("--pp", c.ranks, "the number of ranks", more_ranks),
+        Divides("--tp", c.ranks // grid.pp, "the ranks that --pp leaves", more_ranks),
+        Divides("--cp", c.ranks // grid.pp // grid.tp, "the ranks that --pp and --tp leave", more_ranks),
+
+        # Tensor parallelism. The vocabulary need not divide: its shards may differ by one row.
+        Divides("--tp", model.heads, "--heads"),
+        Divides("--tp", 0 if model.has_experts(0) else model.ffn, "--ffn"),
+        Divides("--tp", model.shared_experts * model.expert_ffn, "--shared-experts x --expert-ffn"),
+        Needs("--tp", model.kv_heads % grid.tp == 0 or grid.tp % model.kv_heads == 0,
+              "--kv-heads that it divides, or that divide it"),
+        Needs("--tp", model.vocab >= grid.tp, "a --vocab of at least its size"),
+        Needs("--sp async", grid.tp > 1, "--tp 2 or more"),
+
+        # Context parallelism.
+        Divides("--cp", model.heads // grid.tp if grid.cp_style == "ulysses" else 0,
+                "the heads of a tensor-parallel rank", ", or another --cp-style"),
+        Divides("--cp-ulysses", grid.cp, "--cp"),
+        Divides("--cp-ulysses", max(model.kv_heads // grid.tp, 1), "the --kv-heads of a tensor-parallel rank"),
+        Needs("--cp-ulysses", grid.cp > grid.head_ranks,
+              f"a larger --cp, and --cp-style {by_keys}: over all ranks it is the same as --cp-style ulysses"),
+        Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.mask_documents and not model.window,
+              "--mask-documents, no --window, and --cp ranks that exchange keys, as all styles except ulysses do"),
         Needs("--kv-lora-rank", grid.cp_style == "allgather" and grid.cp_ulysses == 1,
-              "--cp-style allgather alone: ranks gather latents, others would send whole heads")]
+              "--cp-style allgather only: ranks gather latents, and the other styles would send whole heads"),
+
+        # Pipeline parallelism.
+        Needs("--schedule", grid.pp > 1, "--pp 2 or more"),
+        Needs("--virtual-stages", schedule.allows(grid.virtual_stages) if grid.pp > 1 else grid.virtual_stages == 1,
+              f"--pp 2 or more and another --schedule: {any_stages} take any number of stages per rank"),
+        Needs("--pp", model.layers >= grid.pp * grid.virtual_stages, "--layers of at least --pp x --virtual-stages"),
+
+        # Data and expert parallelism.
+        Divides("--dp-replicate", grid.dp, "--dp"),
+        Needs("--dp-replicate", grid.dp * grid.cp > grid.dp_replicate,
+              "a larger --dp x --cp: a replica on one rank shards nothing"),
+        Divides("--ep", model.experts, "--experts"),
+        Divides("--ep", grid.dp // grid.dp_replicate * grid.cp * grid.tp,
+                "the ranks of --dp, --cp and --tp in a replica")]
 
 
 def rules_of_the_run(c: Config) -> list[Needs]:
-    model, grid, schedule = c.model, c.grid, SCHEDULES[c.grid.schedule]
+    """The rules of precision, optimizer, data and run."""
     precision, optim, data, run = c.precision, c.optim, c.data, c.run
     return [
-        Needs("--schedule", grid.pp > 1, "--pp 2 or more"),
-        Needs("--virtual-stages", schedule.allows(grid.virtual_stages) if grid.pp > 1 else grid.virtual_stages == 1,
-              f"--pp 2 or more and another --schedule: {' and '.join(GROUPED)} have any number of chunks"),
-        Needs("--pp", model.layers >= grid.pp * grid.virtual_stages, "--layers of at least --pp x --virtual-stages"),
-        Needs("--cp-ulysses", grid.cp > grid.head_ranks,
-              f"--cp above it, and --cp-style {' or '.join(BY_BLOCKS[::-1])}: among all ranks it is ulysses"),
-        Needs("--cp-zigzag document", grid.document_ranks > 1 and c.data.mask_documents and not model.window,
-              "--mask-documents, no --window, and --cp ranks that exchange keys, as all but ulysses do"),
-        Needs("--sp async", grid.tp > 1, "--tp 2 or more"),
-        Needs("--tp", model.kv_heads % grid.tp == 0 or grid.tp % model.kv_heads == 0,
-              "--kv-heads that it divides, or that divide it"),
-        Needs("--tp", model.vocab >= grid.tp, "a --vocab of at least as many"),  # shards may differ
-        Needs("--dp-replicate", grid.dp * grid.cp > grid.dp_replicate,
-              "--dp x --cp above it, or a replica has one rank and shards nothing"),
-
         Needs("--fp8", precision.dtype not in ("fp16", "fp64"), "--dtype bf16, or fp32 where a CPU emulates FP8"),
         Needs("--fp8", c.grid.sp != "async", "--sp on or off: matmuls shard by shard have no FP8 version"),
         Needs("--fp8-ends", len(c.fp8_layers()), "--fp8, and --layers 3 or more"),
         Needs("--moments-dtype bf16", optim.optimizer == "adamw" and precision.dtype != "fp64",
-              "--optimizer adamw, and another --dtype than fp64, which it would undo"),
+              "--optimizer adamw, and another --dtype than fp64, whose precision it would undo"),
         Needs("--moments-dtype bf16", optim.betas[1] <= 0.99,
               "--betas whose second is at most 0.99: an average in bf16 cannot move by less than 1/256 of itself"),
-        Needs("--reduce-dtype bf16", precision.dtype != "fp64", "another --dtype than fp64, which it would undo"),
+        Needs("--reduce-dtype bf16", precision.dtype != "fp64",
+              "another --dtype than fp64, whose precision it would undo"),
         Needs("--attention triton", c.model.head_dim <= 256 and precision.dtype != "fp64",
               "--head-dim 256 or less, and another --dtype than fp64"),
         Needs("--kernels torch", precision.attention != "triton", "another --attention than triton"),
         Needs("--offload", precision.recompute == "full" or not precision.offloads("activations"),
-              "--recompute full: what is offloaded are the inputs of layers that it saves"),
+              "--recompute full: it offloads the inputs of layers that full recomputation saves"),
 
-        Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: its last token is --vocab less one"),
         Needs("--min-lr", optim.min_lr <= optim.lr, "an --lr that is not below it"),
-        Needs("--warmup", optim.warmup <= optim.steps or not optim.steps, "as many --steps"),
+        Needs("--warmup", optim.warmup <= optim.steps or not optim.steps, "at least as many --steps"),
+        Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: its last token is --vocab less one"),
         Needs("--rewind", run.max_skipped and run.save_every,
               "--max-skipped, and --save-every, for a checkpoint to go back to"),
+
         Needs("--offload", not run.dry_run,
               "a real run: in a --dry-run one device stands for GPU and host; python -m plan memory has the formula"),
-        Needs("--grid auto", not run.dry_run, "a real run: it is chosen for the machine that it runs on; ask python -m "
-              "plan search for the best grid of another one, and give that to --dry-run"),
+        Needs("--grid auto", not run.dry_run,
+              "a real run: it chooses a grid for this machine; python -m plan search finds the best grid of another "
+              "one, which you can give to --dry-run"),
         Needs("--mask-documents", not run.dry_run,
-              "a real run: what documents hide depends on the data, which --dry-run does not read")]
+              "a real run: which scores documents hide depends on the data, which --dry-run does not read")]
 
 
-# ---- checks that need more than one line ----------------------------------------------------------------------------
+# ---- checks that are no row of the table ----------------------------------------------------------------------------
 
 def check_ranges(c: Config) -> None:
+    """Check each setting by itself."""
     for name in FIELDS:
         problem = problem_of(name, c.value(name))
         need(not problem, f"{flag(name)} {c.value(name)}: {problem}")
@@ -252,8 +297,11 @@ def check_ranges(c: Config) -> None:
 
 
 def check_grid(c: Config) -> None:
-    """Raise ValueError unless settings go together; with --grid auto the model's alone: run/job.py lets plan/search.py
-    choose a grid, which then calls `parse` again."""
+    """Check the table, and that the axes multiply to the number of ranks.
+
+    With --grid auto, only the rules about the model are checked here. plan/search.py then chooses a grid and calls
+    `parse` with it, which checks everything.
+    """
     given = c.grid.grid == "given"
     for rule in every_rule(c):
         name = name_of(rule.setting)
@@ -268,15 +316,19 @@ def check_grid(c: Config) -> None:
 
 
 def check_fp8_widths(c: Config) -> None:
-    """The extents of FP8 matmuls on a rank: multiples of 128, the width of a block of scales, or of 16, the alignment
-    that torch._scaled_mm asks for."""
+    """Check the widths of the FP8 matmuls of a rank.
+
+    They must be multiples of 128 with blockwise scales, the width of a block, and otherwise of 16, the alignment that
+    torch._scaled_mm asks for.
+    """
     model, tp, fp8 = c.model, c.grid.tp, c.precision.fp8
     if fp8 == "none":
         return
     unit = 128 if c.precision.fp8_recipe().blocks else 16
     widths = {"--hidden": model.hidden, "--heads x --head-dim": model.heads // tp * model.head_dim,
               "--kv-heads x --head-dim": max(model.kv_heads // tp, 1) * model.head_dim,
-              "--ffn": 0 if model.has_experts(0) else model.ffn // tp, "--expert-ffn": model.expert_ffn,  # not split
+              "--ffn": 0 if model.has_experts(0) else model.ffn // tp,
+              "--expert-ffn": model.expert_ffn,  # tensor parallelism does not split experts
               "--shared-experts x --expert-ffn": model.shared_experts * model.expert_ffn // tp,
               "--kv-lora-rank": model.kv_lora_rank, "--q-lora-rank": model.q_lora_rank,
               "--heads x --v-head-dim": model.heads // tp * model.value_dim,
@@ -286,7 +338,7 @@ def check_fp8_widths(c: Config) -> None:
 
 
 def check_batch(c: Config) -> None:
-    """Fill in the micro-batch. Every size of a ramp must make whole micro-batches on every rank."""
+    """Choose the micro-batch if it is auto, and check that it divides the global batch, at every size of a ramp."""
     batch, grid = c.batch, c.grid
     sizes = [size for size, _ in batch.ramp()]
     whole = f"--batch-ramp {batch.batch_ramp}" if batch.batch_ramp else f"--global-batch {batch.global_batch}"
@@ -294,11 +346,11 @@ def check_batch(c: Config) -> None:
         below = size // grid.dp * grid.dp
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
-    share = math.gcd(*sizes) // grid.dp
+    share = math.gcd(*sizes) // grid.dp  # sequences per rank; a micro-batch that divides it divides every size
     batch.micro_batch = batch.micro_batch or share // choose_micro_batches(share, batch.seq_len, grid)
     asked = f"--micro-batch {batch.micro_batch}"
-    tokens = batch.micro_batch * batch.seq_len  # with cp, sequences are padded to fit (padded_length)
-    need(grid.cp > 1 or tokens % grid.sequence_shards == 0,
+    tokens = batch.micro_batch * batch.seq_len
+    need(grid.cp > 1 or tokens % grid.sequence_shards == 0,  # with cp > 1, config.padded_length makes them fit
          f"--tp {grid.tp} cannot share {asked} x --seq-len {batch.seq_len} = {tokens} tokens in equal parts: use "
          "another --seq-len, or --sp off")
     Divides("--micro-batch", share, f"a rank's share of {whole}").check(c)
@@ -308,8 +360,11 @@ def check_batch(c: Config) -> None:
 
 
 def choose_micro_batches(share: int, seq: int, grid: Grid) -> int:
-    """How many to make of a rank's share of sequences: one; in a pipeline the fewest that fill any schedule (2 pp or
-    more), or else the most there can be. Preferably of tokens that tensor parallel ranks can share."""
+    """Return into how many micro-batches to divide a rank's `share` of sequences.
+
+    Without a pipeline: one. With a pipeline: the smallest number of at least 2 pp, which fills any schedule, or else
+    the largest number. Numbers whose micro-batches have tokens that tensor-parallel ranks can share equally come first.
+    """
     fills = 2 * grid.pp
     counts = sorted(divisors(share), key=lambda n: (n < fills, abs(n - fills))) if grid.pp > 1 else [1]
     shared = [n for n in counts if grid.cp > 1 or share // n * seq % grid.sequence_shards == 0]
@@ -317,8 +372,10 @@ def choose_micro_batches(share: int, seq: int, grid: Grid) -> int:
 
 
 def check_schedule(c: Config) -> None:
-    """Check that the schedule has a plan for every size of a ramp. An error names what was asked for, not the
-    micro-batch that follows from it."""
+    """Check that the pipeline schedule exists for the number of micro-batches, at every size of a ramp.
+
+    An error names the settings that were given, and not a micro-batch that was chosen from them.
+    """
     grid, batch = c.grid, c.batch
     for size, _ in batch.ramp():
         micro_batches = size // grid.dp // batch.micro_batch
