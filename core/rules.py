@@ -186,8 +186,8 @@ def rules_of_the_model(c: Config) -> list[Needs | Divides]:
         # Experts.
         Divides("--expert-groups", model.experts, "--experts"),
         Needs("--top-k 1", model.experts == 1 or not model.router_norm,
-              "--no-router-norm: otherwise its weight is always 1, and the router gets no gradient"),
-        Needs("--experts", model.top_k <= model.experts, "a --top-k that is not above it"),
+              "--no-router-norm: otherwise the expert's weight is always 1, and the router gets no gradient"),
+        Needs("--experts", model.top_k <= model.experts, "a --top-k of at most as many"),
         Needs("--top-groups", model.top_groups <= model.expert_groups, "at least as many --expert-groups"),
         Needs("--expert-groups", model.top_k <= experts_in_reach,
               "a --top-k of at most the number of experts in --top-groups groups"),
@@ -269,9 +269,9 @@ def rules_of_the_run(c: Config) -> list[Needs]:
         Needs("--offload", precision.recompute == "full" or not precision.offloads("activations"),
               "--recompute full: it offloads the inputs of layers that full recomputation saves"),
 
-        Needs("--min-lr", optim.min_lr <= optim.lr, "an --lr that is not below it"),
+        Needs("--min-lr", optim.min_lr <= optim.lr, "an --lr of at least as much"),
         Needs("--warmup", optim.warmup <= optim.steps or not optim.steps, "at least as many --steps"),
-        Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: its last token is --vocab less one"),
+        Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: the largest token is --vocab - 1"),
         Needs("--rewind", run.max_skipped and run.save_every,
               "--max-skipped, and --save-every, for a checkpoint to go back to"),
 
