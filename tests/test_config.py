@@ -19,7 +19,8 @@ from plan import costs
 from run import cli
 
 LATENT = "--kv-lora-rank 8 --rope-head-dim 4 --kv-heads 4"
-WRONG = [  # ranks, command line, what the line must say; but for those that rules.every_rule, choices or ranges refuse
+# Ranks, command line, part of its error. Errors of rules, choices and ranges have tests of their own below.
+WRONG = [
     (8, "16", "16: unknown flag"),
     (8, "--dp", "--dp: expected one argument"),
     (8, "--cp 2 --pp 2 --dp 4",
@@ -71,7 +72,7 @@ WRONG = [  # ranks, command line, what the line must say; but for those that rul
     (1, "--profile /proc/a/b", "/proc/a/b: /proc cannot be written to: No such file or directory"),
     (4, "--pp 4 --layers 8 --schedule dualpipev --micro-batch 1 --batch-ramp 8@0,7@9",
      "--schedule dualpipev --pp 4 --micro-batch 1 --batch-ramp 8@0,7@9: 7 micro-batches: "),
-    *((8, line, "") for line in (  # what another part of a rule refuses than in REFUSED
+    *((8, line, "") for line in (  # rules that require several things, of which REFUSED breaks another one
         f"{LATENT} --rope-head-dim 32", f"{LATENT} --cp 2 --cp-style ulysses", f"{LATENT} --qkv-bias",
         "--experts 8 --tp 2 --ffn 55 --expert-ffn 8 --dense-layers 1", "--no-fp8-ends --layers 3", "--virtual-stages 2",
         "--attention triton --dtype fp64", "--moments-dtype bf16 --dtype fp64", "--fp8 tensorwise --dtype fp16",
@@ -105,29 +106,76 @@ def changed(field) -> str:
     return f"{flag} {field.default + 1 if field.type is int else field.default + 0.25}"
 
 
-# A command line for every rule, which refuses it. The first ones: a setting without the one that it needs.
-REFUSED = [changed(field) for field in config.FIELDS.values() if field.metadata["needs"]] + [
-    "--heads 5", "--kv-heads 3", "--expert-groups 3 --experts 8", "--pp 3", "--tp 3", "--cp 3", "--tp 8",
-    "--tp 2 --ffn 55", "--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1", "--cp 8 --cp-style ulysses",
-    "--cp-ulysses 3 --cp 4", "--cp-ulysses 4 --cp 4 --tp 2 --kv-heads 4",
-    "--dp-replicate 3 --zero 1", "--ep 4 --experts 6", "--ep 8 --experts 8 --zero 1 --dp-replicate 2",
+# For every rule, in the order of its table: a command line on 8 ranks that it refuses, and why, after the first flag
+# and its value. The first rules are in config.py: a setting without the one that it needs.
+REFUSED = [(changed(field), f"needs {config.flag(field.metadata['needs'])}")
+           for field in config.FIELDS.values() if field.metadata["needs"]] + [
+    ("--heads 5", "does not divide --hidden (128): use one of 1, 2, 4, 8, 16, 32, 64, 128, or set --head-dim"),
+    ("--kv-heads 3", "does not divide --heads (4): use one of 1, 2, 4"),
+    ("--head-dim 15", "needs to be even: rotary embedding rotates pairs of channels"),
 
-    "--top-k 1 --experts 8", "--experts 8 --top-k 9", "--top-groups 2 --experts 8",
-    "--expert-groups 4 --experts 8 --top-k 3", "--dense-layers 4 --experts 8", "--head-dim 15",
-    "--kv-lora-rank 8", f"{LATENT} --v-head-dim 33", "--kv-lora-rank 8 --rope-head-dim 4", f"{LATENT} --qk-norm",
-    f"{LATENT} --cp 2 --cp-style ring",
-    "--schedule afab", "--virtual-stages 2 --pp 2", "--pp 8",
-    "--cp-ulysses 2 --cp 2", "--cp-zigzag document --cp 2 --mask-documents --cp-style ulysses", "--sp async",
-    "--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "--tp 8 --heads 8 --kv-heads 8 --vocab 7",
-    "--dp-replicate 8 --zero 3",
+    ("--expert-groups 3 --experts 8", "does not divide --experts (8): use one of 1, 2, 4, 8"),
+    ("--top-k 1 --experts 8", "needs --no-router-norm: otherwise the expert's weight is always 1"),
+    ("--experts 8 --top-k 9", "needs a --top-k of at most as many"),
+    ("--top-groups 2 --experts 8", "needs at least as many --expert-groups"),
+    ("--expert-groups 4 --experts 8 --top-k 3", "needs a --top-k of at most the number of experts in --top-groups"),
+    ("--dense-layers 4 --experts 8", "needs more --layers"),
 
-    "--fp8 tensorwise --dtype fp64", "--fp8 tensorwise --sp async --tp 2",
-    "--no-fp8-ends --fp8 tensorwise --layers 2", "--moments-dtype bf16 --optimizer sgd",
-    "--moments-dtype bf16 --betas 0.9,0.991", "--reduce-dtype bf16 --dtype fp64", "--attention triton --head-dim 258",
-    "--kernels torch --attention triton", "--offload activations",
+    ("--kv-lora-rank 8", "needs an even --rope-head-dim, above 0 and below --head-dim"),
+    (f"{LATENT} --v-head-dim 33", "needs a --v-head-dim of at most --head-dim"),
+    ("--kv-lora-rank 8 --rope-head-dim 4", "needs as many --kv-heads as --heads"),
+    (f"{LATENT} --qk-norm", "needs neither --qk-norm nor --qkv-bias"),
 
-    "--separator 257", "--min-lr 0.0021", "--warmup 201", "--rewind 1",
-    "--offload optimizer --dry-run 0/8", "--grid auto --dry-run 0/8", "--mask-documents --dry-run 0/8"]
+    ("--pp 3", "does not divide the number of ranks (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
+    ("--tp 3", "does not divide the ranks that --pp leaves (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
+    ("--cp 3", "does not divide the ranks that --pp and --tp leave (8): use one of 1, 2, 4, 8, or start more ranks"),
+
+    ("--tp 8", "does not divide --heads (4): use one of 1, 2, 4"),
+    ("--tp 2 --ffn 55", "does not divide --ffn (55): use one of 1, 5, 11, 55"),
+    ("--tp 2 --experts 8 --expert-ffn 7 --shared-experts 1",
+     "does not divide --shared-experts x --expert-ffn (7): use one of 1, 7"),
+    ("--tp 4 --kv-heads 6 --heads 12 --head-dim 8", "needs --kv-heads that it divides, or that divide it"),
+    ("--tp 8 --heads 8 --kv-heads 8 --vocab 7", "needs a --vocab of at least its size"),
+    ("--sp async", "needs --tp 2 or more"),
+
+    ("--cp 8 --cp-style ulysses", "does not divide the heads of a tensor-parallel rank (4): use one of 1, 2, 4, or "
+                                  "another --cp-style"),
+    ("--cp-ulysses 3 --cp 4", "does not divide --cp (4): use one of 1, 2, 4"),
+    ("--cp-ulysses 4 --cp 4 --tp 2 --kv-heads 4",
+     "does not divide the --kv-heads of a tensor-parallel rank (2): use one of 1, 2"),
+    ("--cp-ulysses 2 --cp 2", "needs a larger --cp, and --cp-style "),
+    ("--cp-zigzag document --cp 2 --mask-documents --cp-style ulysses",
+     "needs --mask-documents, no --window, and --cp ranks that exchange keys"),
+    (f"{LATENT} --cp 2 --cp-style ring", "needs --cp-style allgather only"),
+
+    ("--schedule afab", "needs --pp 2 or more"),
+    ("--virtual-stages 2 --pp 2", "needs --pp 2 or more and another --schedule: "),
+    ("--pp 8", "needs --layers of at least --pp x --virtual-stages"),
+
+    ("--dp-replicate 3 --zero 1", "does not divide --dp (8): use one of 1, 2, 4, 8"),
+    ("--dp-replicate 8 --zero 3", "needs a larger --dp x --cp: a replica on one rank shards nothing"),
+    ("--ep 4 --experts 6", "does not divide --experts (6): use one of 1, 2, 3, 6"),
+    ("--ep 8 --experts 8 --zero 1 --dp-replicate 2",
+     "does not divide the ranks of --dp, --cp and --tp in a replica (4): use one of 1, 2, 4"),
+
+    ("--fp8 tensorwise --dtype fp64", "needs --dtype bf16, or fp32 where a CPU emulates FP8"),
+    ("--fp8 tensorwise --sp async --tp 2", "needs --sp on or off"),
+    ("--no-fp8-ends --fp8 tensorwise --layers 2", "needs --fp8, and --layers 3 or more"),
+    ("--moments-dtype bf16 --optimizer sgd", "needs --optimizer adamw, and another --dtype than fp64"),
+    ("--moments-dtype bf16 --betas 0.9,0.991", "needs --betas whose second is at most 0.99"),
+    ("--reduce-dtype bf16 --dtype fp64", "needs another --dtype than fp64"),
+    ("--attention triton --head-dim 258", "needs --head-dim 256 or less, and another --dtype than fp64"),
+    ("--kernels torch --attention triton", "needs another --attention than triton"),
+    ("--offload activations", "needs --recompute full"),
+
+    ("--min-lr 0.0021", "needs an --lr of at least as much"),
+    ("--warmup 201", "needs at least as many --steps"),
+    ("--separator 257", "needs a larger --vocab: the largest token is --vocab - 1"),
+    ("--rewind 1", "needs --max-skipped, and --save-every, for a checkpoint to go back to"),
+
+    ("--offload optimizer --dry-run 0/8", "needs a real run: "),
+    ("--grid auto --dry-run 0/8", "needs a real run: "),
+    ("--mask-documents --dry-run 0/8", "needs a real run: ")]
 
 
 def what_refuses(line: str) -> int | None:
@@ -151,17 +199,18 @@ def what_refuses(line: str) -> int | None:
 
 
 def test_every_rule_refuses_a_command_line():
-    assert sorted(map(what_refuses, REFUSED)) == list(range(len(rules.every_rule(rules.parse([])))))
+    refused_by = [what_refuses(line) for line, _ in REFUSED]
+    assert refused_by == list(range(len(rules.every_rule(rules.parse([])))))
 
 
-@pytest.mark.parametrize("refused", REFUSED)
-def test_a_rule_names_flag_and_value_and_what_would_work(refused, monkeypatch):
+@pytest.mark.parametrize("refused, why", REFUSED, ids=[line for line, _ in REFUSED])
+def test_a_rule_names_flag_and_value_and_what_would_work(refused, why, monkeypatch):
     """The divisors that it proposes it accepts, and no other rule says the same."""
     every_rule, number = rules.every_rule, what_refuses(refused)
     line, rule = what_is_said(refused), every_rule(rules.parse([]))[number]
     asked, _, others = refused.partition(" --")
     name, _, value = asked.partition(" ")
-    assert line.startswith(asked) and "\n" not in line
+    assert line.startswith(f"{asked} {why}") and "\n" not in line
     if isinstance(rule, rules.Divides):
         proposed = re.search(r"use (?:one of )?([\d, ]+\d)", line)[1].split(", ")
         assert value not in proposed
