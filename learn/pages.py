@@ -1,12 +1,12 @@
-"""Every file of the root, core/, plan/, run/, bench/ and learn/ as a page: prose beside its code, pictures, and what
-its demo prints. The documents of docs/ are pages, too.
+"""Make a web page of every file, with its prose beside its code, its pictures, and the output of its demo.
 
     python -m learn.pages [--out pages]     static HTML, no network; open pages/index.html
     python -m learn.pages --demos           run all demos again and keep their output in docs/demos.json
 
-Docstrings and comments are on the left, the code that they are about on the right (below them on a narrow screen). A
-name leads to where it is defined; resting on it shows the first lines. The index is the playbook's table of contents,
-from docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
+Docstrings and comments are on the left, and the code that they explain is on the right; on a narrow screen it is below
+them. A name links to its definition, and shows its first lines when the mouse rests on it. Each page links the previous
+and the next one in reading order, which is the order of the table in README.md. The documents of docs/ are pages, too.
+The index is the playbook's table of contents, from docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
 """
 import ast
 import builtins
@@ -44,6 +44,7 @@ STYLE = """
 body { margin: 0; color: var(--text); background: var(--page); font: 16px/1.5 system-ui, sans-serif }
 a { color: var(--link); text-decoration: none } code a, pre a { color: inherit; border-bottom: 1px dotted var(--line) }
 a:hover { text-decoration: underline } header, footer, main { max-width: 76rem; margin: auto; padding: 1rem }
+header nav { float: right } nav a { margin-left: 1.5rem } footer nav { text-align: right }
 /* From 1280 pixels on, prose is beside the code, and the font is so large that a line of 120 columns fits. */
 .row { display: grid; grid-template-columns: minmax(0, 24rem) minmax(0, 1fr); border-top: 1px solid var(--line) }
 .prose { padding: .4rem 1rem; font-size: 15px } .code { background: var(--side); padding: .4rem 1rem; overflow-x: auto }
@@ -69,13 +70,17 @@ class Name(NamedTuple):
 
 @cache
 def files() -> list[str]:
+    """Every file that has a page, in reading order: first the rows of README's table, then the other files."""
+    readme = (ROOT / "README.md").read_text()
+    first = re.findall(r"^\| \[([\w/]+\.py)\]", readme, re.MULTILINE)
     found = [sorted((ROOT / folder).glob("*.py")) for folder in (".", "core", "learn", "plan", "run", "bench")]
-    return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
+    every = [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
+    return [*first, *(file for file in every if file not in first)]
 
 
 @cache
 def documents() -> list[str]:
-    """Of docs/, except the playbook's table of contents, which is the index."""
+    """The documents of docs/, except the playbook's table of contents, which is the index."""
     return [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "PLAYBOOK.md"]
 
 
@@ -264,6 +269,18 @@ def code_html(source: str, names: dict[str, Name]) -> list[str]:
     return out
 
 
+def neighbours_html(file: str) -> str:
+    """Links to the previous and the next page in reading order."""
+    order = files()
+    at = order.index(file)
+    links = []
+    if at > 0:
+        links.append(f'<a href="{page_of(order[at - 1])}" rel="prev">previous: {order[at - 1]}</a>')
+    if at + 1 < len(order):
+        links.append(f'<a href="{page_of(order[at + 1])}" rel="next">next: {order[at + 1]}</a>')
+    return f"<nav>{' '.join(links)}</nav>"
+
+
 def page(title: str, body: str) -> str:
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
             f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
@@ -273,7 +290,7 @@ def page(title: str, body: str) -> str:
 def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) -> str:
     source, names = (ROOT / file).read_text(), names_seen(file, everywhere)
     lines = code_html(source, names)
-    body = [f'<header><a href="index.html">penteract</a> / <b>{file}</b></header>']
+    body = [f'<header>{neighbours_html(file)}<a href="index.html">penteract</a> / <b>{file}</b></header>']
     for i, row in enumerate(rows(source)):
         code = "".join(f'<span class="n" id="L{n}">{n}</span>{lines[n - 1]}\n' for n in row.code)
         prose = prose_html(row.prose, names)
@@ -287,20 +304,30 @@ def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) ->
     if file in demos["outputs"]:
         body.append(f'<div class="row wide"><div class="prose"><h2>What it prints ({demos["date"]})</h2><pre>'
                     f'{escape(demos["outputs"][file], quote=False)}</pre></div></div>')
-    return page(file, "".join(body))
+    return page(file, "".join(body) + f"<footer>{neighbours_html(file)}</footer>")
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
 
-def markdown_line(text: str, names: dict[str, Name]) -> str:
-    """A line of a document of docs/. Links lead to pages and into the network; of others only the text is left."""
+def anchor_of(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it: "Save, and resume" becomes "save-and-resume"."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def markdown_line(text: str, names: dict[str, Name], own: str = "") -> str:
+    """The HTML of a line of a document in docs/. own: its page, for links to its headings.
+
+    Links to pages and to the web are kept. Of other links, such as to a test, only the text is left.
+    """
     def part_html(part: str) -> str:
-        match = re.fullmatch(r"\[([^]]+)\]\(([^)#]+)[^)]*\)", part)
+        match = re.fullmatch(r"\[([^]]+)\]\(([^)#]*)(#[^)]*)?\)", part)
         if not match:
             return inline(part, names)
         label, target = inline(match[1].replace("\\_", "_"), {}), match[2]
         if target.startswith("https://"):
             return f'<a href="{escape(target)}">{label}</a>'
+        if not target:
+            return f'<a href="{own}{match[3]}">{label}</a>'
         file = os.path.normpath(f"docs/{target}")
         return link(label, Name(page_of(file), 0, file)) if file in {*files(), *documents()} else label
     return "".join(map(part_html, re.split(r"(\[[^]]+\]\([^)]+\))", text)))
@@ -327,43 +354,51 @@ def markdown_blocks(text: str) -> list[list[str]]:
     return [block for block in blocks if block]
 
 
-def markdown_html(text: str) -> str:
-    """Headings, paragraphs, lists, tables and blocks of code, which is all that the documents have."""
+def markdown_html(text: str, own: str = "") -> str:
+    """The HTML of headings, paragraphs, lists, tables and blocks of code, which are all that the documents have.
+
+    own: the page that it is for; then headings have anchors.
+    """
     out = []
+    render = partial(markdown_line, names={}, own=own)
     for lines in markdown_blocks(text):
         first = lines[0]
         if first.startswith("```"):
             out.append(f"<pre>{escape(chr(10).join(lines[1:]), quote=False)}</pre>")
         elif first.startswith("#"):
             level = len(first) - len(first.lstrip("#"))
-            out.append(f"<h{level}>{markdown_line(first.strip('# '), {})}</h{level}>")
+            heading = first.strip("# ")
+            anchor = f' id="{anchor_of(heading)}"' if own else ""
+            out.append(f"<h{level}{anchor}>{render(heading)}</h{level}>")
         elif first.startswith("|"):
             out.append("<table>")
             for number, line in enumerate(lines):
+                if number == 1:
+                    continue  # the line of dashes
                 kind = "td" if number else "th"
-                cells = [f"<{kind}>{markdown_line(cell, {})}</{kind}>" for cell in cells_of(line)]
-                if number != 1:  # which has only dashes
-                    out.append(f"<tr>{''.join(cells)}</tr>")
+                cells = [f"<{kind}>{render(cell)}</{kind}>" for cell in cells_of(line)]
+                out.append(f"<tr>{''.join(cells)}</tr>")
             out.append("</table>")
         elif first.startswith("- "):
             entries = re.split(r"^- ", "\n".join(lines), flags=re.MULTILINE)[1:]
-            items = [f"<li>{markdown_line(' '.join(entry.split()), {})}</li>" for entry in entries]
+            items = [f"<li>{render(' '.join(entry.split()))}</li>" for entry in entries]
             out.append(f"<ul>{''.join(items)}</ul>")
         else:
-            out.append(paragraph_html(lines, partial(markdown_line, names={})))
+            out.append(paragraph_html(lines, render))
     return "".join(out)
 
 
 def document_html(file: str) -> str:
     text = (ROOT / file).read_text()
     return page(file, f'<header><a href="index.html">penteract</a> / <b>{file}</b></header><main class="document">'
-                      f"{markdown_html(text)}</main>")
+                      f"{markdown_html(text, page_of(file))}</main>")
 
 
 def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
     """The playbook's table of contents, each section with its files and commands."""
     body = ['<main class="index"><h1>penteract</h1>'
-            "<p>The Ultra-Scale Playbook in PyTorch, section by section.</p><table>"]
+            "<p>The Ultra-Scale Playbook in PyTorch, section by section. To read the files one after the other, begin "
+            f'with <a href="{page_of(files()[0])}">{files()[0]}</a>; each page links the next one.</p><table>']
     for line in (ROOT / "docs" / "PLAYBOOK.md").read_text().split("\n## ")[0].splitlines():
         if line.startswith("| ") and not line.startswith("| section"):
             cells, names = [], {}
@@ -376,7 +411,8 @@ def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
     items = [f'<li><a href="{page_of(file)}">{file}</a> {escape(line)}</li>' for file, line in first.items()]
     read = [f'<li><a href="{page_of(file)}">{file}</a> {(ROOT / file).read_text().splitlines()[0].strip("# ")}</li>'
             for file in documents()]
-    body.append(f"</table><h2>To read</h2><ul>{''.join(read)}</ul><h2>All files</h2><ul>{''.join(items)}</ul></main>")
+    body.append(f"</table><h2>To read</h2><ul>{''.join(read)}</ul>"
+                f"<h2>The files, in the order in which to read them</h2><ol>{''.join(items)}</ol></main>")
     return page("penteract", "".join(body))
 
 
