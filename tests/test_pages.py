@@ -50,6 +50,29 @@ def test_there_is_a_page_for_each_file_and_every_link_leads_somewhere(made):
     assert set(parsed["index.html"].links) >= set(made) - {"index.html"}
 
 
+def test_following_next_reads_every_file_in_the_order_of_the_readme(made):
+    """And "previous" leads back. The files that README's table does not have come after it."""
+    readme = (pages.ROOT / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
+    table = re.findall(r"^\| \[(.*?)\]", readme, re.MULTILINE)
+    file, read = table[0], []
+    while file:
+        read.append(file)
+        before = [*{link: None for link in re.findall('rel="prev">previous: (.*?)<', made[pages.page_of(file)])}]
+        assert before == read[-2:-1]
+        after = re.findall('<a href="([^"]*)" rel="next">next: (.*?)<', made[pages.page_of(file)])
+        assert len(after) in (0, 2) and len(set(after)) <= 1  # above and below the code
+        file = after[0][1] if after else ""
+        assert not file or after[0][0] == pages.page_of(file)
+    assert len(table) > 20 and read[:len(table)] == table and sorted(read) == sorted(pages.files())
+
+
+def test_a_heading_of_a_document_has_the_anchor_that_github_gives_it():
+    text = "[a](#save-resume-and-change-the-grid) [b](#2-gpus)\n\n## Save, resume, and change the `grid`\n\n### 2 GPUs?"
+    html_text = pages.markdown_html(text, "own.html")
+    assert '<h2 id="save-resume-and-change-the-grid">Save, resume' in html_text and '<h3 id="2-gpus">' in html_text
+    assert '<a href="own.html#save-resume-and-change-the-grid">a</a> <a href="own.html#2-gpus">b</a>' in html_text
+
+
 def test_what_a_document_links_is_linked_on_its_page(made):
     """As far as there is a page of it; the playbook's table of contents is the index."""
     for file in ["docs/PLAYBOOK.md", *pages.documents()]:
