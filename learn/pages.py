@@ -62,7 +62,7 @@ tr { border-top: 1px solid var(--line) } td, th { padding: .3rem .8rem .3rem 0; 
 
 
 class Name(NamedTuple):
-    """Where a name leads, and what is shown of it."""
+    """The definition that a name links to, and the text that is shown when the mouse rests on it."""
     page: str
     line: int
     title: str
@@ -111,7 +111,7 @@ def definitions(file: str) -> dict[str, Name]:
 
 
 def names_seen(file: str, everywhere: dict[str, dict[str, Name]]) -> dict[str, Name]:
-    """What names mean in a file: its own, and those it imports from other pages."""
+    """The names that a file can use: its own, and those that it imports from other pages."""
     seen = {}
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -174,7 +174,7 @@ def inline(text: str, names: dict[str, Name]) -> str:
             name = names.get(word) or names.get(word.removesuffix(".py"))
             out.append(f"<code>{link(word, name) if name else word}</code>")
         else:
-            part = re.sub(r"(?<![\w*])\*\*(\w(?:[^*]*[\w)])?)\*\*(?![\w*])", r"<b>\1</b>", part)
+            part = re.sub(r"(?<![\w*])\*\*(\w(?:[^*]*[\w).?:])?)\*\*(?![\w*])", r"<b>\1</b>", part)
             part = re.sub(r"(?<![\w*])\*(\w(?:[\w' -]*\w)?)\*(?![\w*])", r"<em>\1</em>", part)  # not (*args), not 2**24
             out.append(re.sub(r"(https://[^\s<)]+)", r'<a href="\1">\1</a>', part))
     return "".join(out)
@@ -200,7 +200,7 @@ def paragraph_html(lines: list[str], render: Callable[[str], str]) -> str:
 
 
 def prose_html(lines: list[str], names: dict[str, Name]) -> str:
-    """Paragraphs; indented lines as they are; references one below the other; `names` as links."""
+    """The HTML of prose: its paragraphs, indented lines as they are, and one line per reference. `names` are links."""
     out, paragraph, block = [], [], []
 
     def flush() -> None:
@@ -317,7 +317,7 @@ def anchor_of(heading: str) -> str:
 def markdown_line(text: str, names: dict[str, Name], own: str = "") -> str:
     """The HTML of a line of a document in docs/. own: its page, for links to its headings.
 
-    Links to pages and to the web are kept. Of other links, such as to a test, only the text is left.
+    Links to pages and to the web are kept. Other links, such as to a test, become plain text.
     """
     def part_html(part: str) -> str:
         match = re.fullmatch(r"\[([^]]+)\]\(([^)#]*)(#[^)]*)?\)", part)
@@ -417,7 +417,7 @@ def index_html(everywhere: dict[str, dict[str, Name]]) -> str:
 
 
 def run_demos() -> Iterator[tuple[str, str]]:
-    """(file, what it prints), of the files that have a demo."""
+    """Run every demo, and yield (file, output)."""
     for file in files():
         if "\n# ---- demo" in (ROOT / file).read_text():
             command = ["-m", file.removesuffix(".py").replace("/", ".")] if "/" in file else [file]
