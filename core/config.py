@@ -16,8 +16,8 @@ The settings come first, section by section. The presets follow, then the names 
 settings, then the functions that read the command line. core/rules.py takes their result, fills in defaults that depend
 on other settings, and checks that the settings go together.
 
-A mistake raises ValueError with one line: the flag, its value and what would work. This file imports only the standard
-library, so that a mistyped flag is reported at once and not after torch has been imported.
+A mistake raises ValueError with one line: the flag, its value and what would work. Of the project this file imports only
+schedules.py, which imports nothing. So a mistyped flag is reported at once, and not after torch has been imported.
 """
 import argparse
 import contextlib
@@ -73,7 +73,7 @@ def need(condition: bool, line: str) -> None:
         raise ValueError(line)
 
 
-# ---- choices that other files extend --------------------------------------------------------------------------------
+# ---- choices of settings, which other files implement ---------------------------------------------------------------
 
 TEXT_VOCAB = 257  # text is read as bytes: 256 byte values, and one token that begins a document
 # --cp-style, implemented in cp.py. "ulysses" exchanges heads; every other style exchanges keys and values.

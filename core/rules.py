@@ -14,7 +14,7 @@ The table has one row per rule, and there are two kinds of rows:
     Divides("--kv-heads", model.heads, "--heads")        the setting, the number it must divide, the name of the number
 
 tests/test_config.py lists, in the order of the table, a command line that each row refuses, and the error. Errors are
-ValueErrors of one line: the flag, its value and what would work. This file imports only the standard library.
+ValueErrors of one line: the flag, its value and what would work. Like core/config.py, this file does without torch.
 """
 import math
 from dataclasses import fields
