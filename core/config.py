@@ -16,8 +16,9 @@ The settings come first, section by section. The presets follow, then the names 
 settings, then the functions that read the command line. core/rules.py takes their result, fills in defaults that depend
 on other settings, and checks that the settings go together.
 
-A mistake raises ValueError with one line: the flag, its value and what would work. Of the project this file imports only
-schedules.py, which imports nothing. So a mistyped flag is reported at once, and not after torch has been imported.
+A mistake raises ValueError with one line: the flag, its value and what would work. This file imports only the standard
+library and schedules.py, which imports nothing of the project. So a mistyped flag is reported at once, and not after
+torch has been imported.
 """
 import argparse
 import contextlib
