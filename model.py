@@ -33,7 +33,6 @@ from cp import attention_by_window, gather_tokens, own_positions
 from ep import Balance, GroupedExperts, Router, make_routing_info
 from mla import LatentAttention
 from operations import RMSNorm, rotary_angles, rotate_and_split, swiglu
-from pp import Pipeline
 from recompute import Recompute, is_recomputing
 from tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, VocabParallelEmbedding, VocabParallelHead
 
@@ -199,16 +198,15 @@ class Llama(nn.Module):
     """The layers of a Llama that this rank has. Parameters get memory and values from an Optimizer.
 
     groups: the grid, axis -> Group; {}: one rank. stages: None: all layers, in one. z_loss: see tp.cross_entropy.
-    balance: of experts, see ep.py. For the caller: pipeline, whose engines run the stages (None: one stage on one
-    rank), and mtp_weight, the weight of multi-token prediction's loss.
+    balance: of experts, see ep.py. mtp_weight: the weight of multi-token prediction's loss, for the caller.
     """
 
     def __init__(self, model: Model, groups: Groups, execution: Execution = Execution(), *,
                  stages: Stages | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
-                 pipeline: Pipeline | None = None, mtp_weight: float = 0.3):
+                 mtp_weight: float = 0.3):
         super().__init__()
         self.model, self.groups, self.execution = model, groups, execution
-        self.pipeline, self.mtp_weight = pipeline or Pipeline(), mtp_weight
+        self.mtp_weight = mtp_weight
         stages = stages or Stages({0: range(model.blocks)})
         self.stages, self.owners, self.last_stage = stages.layers, stages.owners, len(stages.owners) - 1
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)

@@ -62,14 +62,16 @@ def train(run: job.Run) -> None:
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     model = build_model(settings, groups, run.device)
-    run.begin(groups, model)  # says what will happen; ends here, before weights are allocated, if that does not fit
+    pipeline = build_pipeline(settings, groups, run.device)
+    # Says what will happen; ends here, before weights are allocated, if that does not fit.
+    run.begin(groups, model, pipeline)
     optimizer = build_optimizer(settings, model, groups)
     run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
     # A step has a number, samples (the global batch's) and micro_batches (this rank's part, by the function below).
     # Between steps `run` evaluates, saves, rewinds, and ends when asked to.
     for step in run.steps(local_micro_batches):
         with profile_range("forward and backward"):
-            losses = forward_backward(model, optimizer, step.micro_batches, groups)
+            losses = forward_backward(model, pipeline, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
             to_sum = run.to_sum()  # requests to stop, seconds, noise: summed over ranks with the norm, in place
@@ -91,13 +93,17 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
         sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tp.py
         cp_style=grid.cp_style,  # cp.py
         recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
-    pipeline = Pipeline(partial(plan_of, grid), groups["pp"], device)  # micro-batches -> the schedule's plan, pp.py
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.router_bias_rate)  # of experts, ep.py
     model = Llama(settings.model, groups, execution, stages=own_stages(settings, groups["pp"]), balance=balance,
-                  z_loss=optim.z_loss, pipeline=pipeline, mtp_weight=optim.mtp_weight)
+                  z_loss=optim.z_loss, mtp_weight=optim.mtp_weight)
     if precision.fp8 != "none":
         multiply_in_fp8(model, settings, groups)
     return model
+
+
+def build_pipeline(settings: config.Config, groups: Groups, device: torch.device | str) -> Pipeline:
+    """The engines that run a step's forwards and backwards in the order of --schedule (pp.py)."""
+    return Pipeline(partial(plan_of, settings.grid), groups["pp"], device)
 
 
 def own_stages(settings: config.Config, group: Group) -> Stages:
@@ -161,7 +167,7 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     return out
 
 
-def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[MicroBatch],
+def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, micro_batches: list[MicroBatch],
                      groups: Groups) -> torch.Tensor:
     """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
 
@@ -193,7 +199,7 @@ def forward_backward(model: Llama, optimizer: Optimizer, micro_batches: list[Mic
 
     # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
     # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
-    engine = model.pipeline.engine(len(micro_batches))
+    engine = pipeline.engine(len(micro_batches))
     optimizer.begin_step(len(micro_batches))  # zeroes gradients; each stage will have so many backward passes
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
     optimizer.finish_step()  # waits for the reductions of gradients
@@ -238,17 +244,17 @@ def learning_rate(step: int, optim: config.Optim) -> float:
 
 def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
     """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch (run/dryrun.py)."""
-    model = build_model(settings, groups, "cpu")
+    model, pipeline = build_model(settings, groups, "cpu"), build_pipeline(settings, groups, "cpu")
     optimizer = build_optimizer(settings, model, groups)
     sequences = max(sequences for sequences, _ in settings.batch.ramp())
     samples = dryrun.ZeroSamples(settings.batch.seq_len)
     micro_batches = local_micro_batches(samples, 0, sequences, settings, groups)
 
     def step() -> None:
-        forward_backward(model, optimizer, micro_batches, groups)
+        forward_backward(model, pipeline, optimizer, micro_batches, groups)
         norm = optimizer.step(settings.optim.lr)
         update_balance(model, groups, norm.isfinite(), sequences)
-    return dryrun.measure(step, model, optimizer, model.pipeline.engine(len(micro_batches)), groups)
+    return dryrun.measure(step, model, optimizer, pipeline.engine(len(micro_batches)), groups)
 
 
 if __name__ == "__main__":

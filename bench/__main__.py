@@ -177,11 +177,12 @@ def build(settings: config.Config, groups: Groups) -> tuple[Llama, Optimizer]:
 def build_ours(settings: config.Config, tokens: Tensor, labels: Tensor) -> Step:
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = build(settings, groups)
+    pipeline = train.build_pipeline(settings, groups, device)
     sequences = slice(groups["data"].rank, None, groups["data"].size)  # of this rank
     batch = MicroBatch(tokens[sequences].contiguous(), labels[sequences].contiguous())
 
     def step() -> None:
-        train.forward_backward(model, optimizer, [batch], groups)
+        train.forward_backward(model, pipeline, optimizer, [batch], groups)
         optimizer.step(settings.optim.lr)
 
     return step

@@ -512,7 +512,7 @@ def steps() -> Figure:
     groups = build_groups(settings.grid, settings.model)
     samples = open_samples(settings, [], 0)
     settings.precision.dtype = "fp32"
-    model = train.build_model(settings, groups, device)
+    model, pipeline = train.build_model(settings, groups, device), train.build_pipeline(settings, groups, device)
     optimizer = train.build_optimizer(settings, model, groups)
     optimizer.load(draw(settings.optim.seed))
     meter, ends = Recorder(), []
@@ -523,7 +523,7 @@ def steps() -> Figure:
     with meter:
         for step in range(4):
             batches = train.local_micro_batches(samples, step * 8, 8, settings, groups)
-            train.forward_backward(model, optimizer, batches, groups)
+            train.forward_backward(model, pipeline, optimizer, batches, groups)
             optimizer.step(1e-3)
             ends.append(len(meter.samples))
     series = {kind: [sample[kind] / 1e6 for sample in meter.samples] for kind in ("weights", "gradients", "optimizer")}

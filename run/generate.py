@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from core import config
-from core.collectives import Groups, all_reduce, receive, send
+from core.collectives import ALONE, Groups, all_reduce, receive, send
 from core.param import shard_slice
 from run.data import Codec
 
@@ -50,7 +50,7 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
     for module in model.modules():
         vars(module).pop("mm", None)  # the class has the plain one
     generator, cache, new = torch.Generator().manual_seed(seed), KVCache(), tokens
-    vocab, tp, pp = model.model.vocab, model.tp.group, model.pipeline.group
+    vocab, tp, pp = model.model.vocab, model.tp.group, model.groups.get("pp", ALONE)
     for _ in range(count):
         logits, own = torch.zeros(len(tokens), vocab, device=tokens.device), next_logits(model, new, cache)
         if own is not None:
@@ -67,7 +67,7 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
 
 def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
     """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
-    group, owners, x = model.pipeline.group, model.owners, None
+    group, owners, x = model.groups.get("pp", ALONE), model.owners, None
     for stage in model.stages:
         if stage and owners[stage - 1] != group.rank:
             x = torch.empty(model.boundary_shape(tokens, sequence=False), dtype=model.execution.dtype,

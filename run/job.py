@@ -24,7 +24,7 @@ from core.collectives import ALONE, MAX, Group, Groups, all_reduce
 from core.config import need
 from core.param import IGNORED, Source, Spec, draw
 from plan import search
-from pp import profile_range
+from pp import Pipeline, profile_range
 from run import checkpoint, cli, device, faults, generate, huggingface
 from run.checkpoint import Saver
 from run.data import Codec, Corpus, MicroBatch, Samples, codec_of, open_samples
@@ -92,9 +92,10 @@ class Run:
     noise: GradientNoise | None = None
     step: Step | None = None  # the one that the loop is in
 
-    def begin(self, groups: Groups, model: torch.nn.Module) -> None:
+    def begin(self, groups: Groups, model: torch.nn.Module, pipeline: Pipeline) -> None:
         """Say what will happen, and find out whether it can. Raises ValueError, on every rank."""
-        self.groups, self.model, settings, run = groups, model, self.settings, self.settings.run
+        self.groups, self.model, self.pipeline = groups, model, pipeline
+        settings, run = self.settings, self.settings.run
         if self.watchdog:
             self.watchdog.learn(groups)
         self.log = Log(settings, groups, self.device)
@@ -437,12 +438,13 @@ def validation_loss(run: Run) -> float | None:
             if run.guard.agree_to_stop():
                 return
             yield micro_batches(run, samples, first, sequences, end)
-    loss = mean_loss(run.model, global_batches(), run.groups)
+    loss = mean_loss(run.model, run.pipeline, global_batches(), run.groups)
     return None if run.guard.stopping else loss
 
 
 @torch.no_grad()
-def mean_loss(model: torch.nn.Module, global_batches: Iterable[list[MicroBatch]], groups: Groups) -> float:
+def mean_loss(model: torch.nn.Module, pipeline: Pipeline, global_batches: Iterable[list[MicroBatch]],
+              groups: Groups) -> float:
     """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have the same number of them."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
 
@@ -454,7 +456,7 @@ def mean_loss(model: torch.nn.Module, global_batches: Iterable[list[MicroBatch]]
         return y
 
     for given in global_batches:
-        engine = model.pipeline.engine(len(given), evaluating=True)
+        engine = pipeline.engine(len(given), evaluating=True)
         engine.run(partial(forward, given), model.boundary_shape(given[0].tokens), model.execution.dtype)
     for axis in ("data", "pp"):
         all_reduce(summed, groups[axis])

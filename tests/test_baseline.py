@@ -47,7 +47,7 @@ LINES = [
 def run(flags: str) -> dict:
     """One rank of a command line."""
     settings = grids.settings_of(flags, dist.get_world_size() if dist.is_initialized() else 1)
-    groups, model, optimizer = grids.build(settings)
+    groups, model, pipeline, optimizer = grids.build(settings)
     generator, out, seen = torch.Generator().manual_seed(11), dict(loss=[], norm=[]), 0
     for _ in range(STEPS):
         sequences = job.sequences_at(seen, settings.batch.ramp())
@@ -58,7 +58,8 @@ def run(flags: str) -> dict:
         with Meter() as meter:
             for bucket in optimizer.buckets:
                 meter.label("state", *bucket.state.values(), bucket.weights, bucket.weight_shard)
-            loss = grids.forward_backward(settings, groups, model, optimizer, window[:, :-1], window[:, 1:].clone())
+            tokens, labels = window[:, :-1], window[:, 1:].clone()
+            loss = grids.forward_backward(settings, groups, model, pipeline, optimizer, tokens, labels)
             norm = optimizer.step(settings.optim.lr)
             train.update_balance(model, groups, norm.isfinite(), sequences)
             gc.collect()

@@ -259,7 +259,8 @@ def test_copies_of_gpus_are_queued_before_the_event_that_the_thread_waits_for(mo
 
 def share(flags: str, folder: str) -> tuple[int, int, int]:
     """(bytes that this rank writes, bytes of its copies, bytes of all ranks) in a run on this grid."""
-    groups, model, optimizer = grids.build(rules.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size()), "fp32")
+    settings = rules.parse(f"{grids.BASE} {flags}".split(), dist.get_world_size())
+    groups, model, _, optimizer = grids.build(settings, "fp32")
     pieces = list(checkpoint.pieces_of_run(optimizer, model.routers, groups, saving=True))
     saver = checkpoint.Saver(folder, pieces, 0, host_group(60))
     return (sum(piece.values.nbytes for piece in saver.stage.pieces),
@@ -315,7 +316,7 @@ def test_the_plan_of_70b_on_1024_ranks_is_small(tokens):
         groups = grids.NO_GROUPS | {axis: SimpleNamespace(rank=rank, size=size, process_group=None)
                                     for axis, rank, size in (("pp", stage, pp), ("tp", shard, tp), ("dp", 0, dp))}
         groups["data"] = groups["dp"]
-        _, model, optimizer = grids.build(settings, "bf16", groups, device="meta", filled=False)
+        _, model, _, optimizer = grids.build(settings, "bf16", groups, device="meta", filled=False)
         for data_rank in range(dp):
             for bucket in optimizer.buckets:
                 length = bucket.shard.stop - bucket.shard.start

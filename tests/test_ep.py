@@ -350,14 +350,14 @@ SMALL = MIXTRAL + " --global-batch 8 --seq-len 12"
 
 def random_choices(recompute: str) -> tuple[list[tuple], list[torch.Tensor]]:
     """Gradients and loads of a step whose layers choose differently in every call, as near ties may be decided."""
-    groups, model, optimizer, share = grids.ready(f"{SMALL} --micro-batch 2 --ep 2 --recompute {recompute}")
+    groups, model, pipeline, optimizer, share = grids.ready(f"{SMALL} --micro-batch 2 --ep 2 --recompute {recompute}")
     generator = torch.Generator().manual_seed(1)
 
     def at_random(scores: torch.Tensor, model: config.Model) -> torch.Tensor:
         return torch.rand(scores.shape, generator=generator).topk(model.top_k, -1).indices
 
     with patch.object(ep, "choose_experts", at_random), in_order((ep, "exchange_counts", "exchange")) as exchanged:
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
     assert len(exchanged) == 3 * len(share)
     return grids.pieces(optimizer, "grad"), [router.load for router in model.routers]
 
@@ -389,16 +389,17 @@ def test_the_losses_carry_the_scale_of_fp16():
     """Every gradient is multiplied by it, or what balance asks for would shrink to nothing."""
     grads = []
     for scale in (1.0, 1024.0):
-        groups, model, optimizer, share = grids.ready(f"{SMALL} --aux-loss 1 --router-z-loss 0.1 --mtp --z-loss 0.1")
+        flags = f"{SMALL} --aux-loss 1 --router-z-loss 0.1 --mtp --z-loss 0.1"
+        groups, model, pipeline, optimizer, share = grids.ready(flags)
         optimizer.loss_scale = zero.LossScale(torch.device("cpu"), scale)
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
         grads.append(torch.cat([bucket.grad_shard for bucket in optimizer.buckets]) / scale)
     assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
 
 
 def test_evaluation_counts_nothing():
-    groups, model, _, share = grids.ready(f"{SMALL} --router-bias-rate 0.1")
-    job.mean_loss(model, [share], groups)
+    groups, model, pipeline, _, share = grids.ready(f"{SMALL} --router-bias-rate 0.1")
+    job.mean_loss(model, pipeline, [share], groups)
     assert not any(router.load.any() for router in model.routers)
 
 

@@ -223,8 +223,8 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
 
 def compare_after_a_flip(flags: str, rank: int, what: str) -> None:
     """Calls check_replicas when one bit of a tensor, of this rank and bucket 0, is another one."""
-    _, groups, model, optimizer, share = runs.first_step(f"{SMALL} {flags}")
-    train.forward_backward(model, optimizer, share, groups)
+    _, groups, model, pipeline, optimizer, share = runs.first_step(f"{SMALL} {flags}")
+    train.forward_backward(model, pipeline, optimizer, share, groups)
     optimizer.step(0.01)
     bucket = optimizer.buckets[0]
     tensors = bucket.state | dict(weights=bucket.weights, bias=model.routers[0].bias if model.routers else None,

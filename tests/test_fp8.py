@@ -269,10 +269,10 @@ STEPS = 2
 
 def steps(grid: str, name: str) -> dict:
     """One rank of a grid: two steps, every piece of gradients that it holds, and how many FP8 weights it keeps."""
-    groups, model, optimizer, share = grids.ready(grid, base=MODEL, fp8=name)
+    groups, model, pipeline, optimizer, share = grids.ready(grid, base=MODEL, fp8=name)
     out = dict(grads=[], loss=[])
     for _ in range(STEPS):
-        out["loss"].append(train.forward_backward(model, optimizer, share, groups).item())
+        out["loss"].append(train.forward_backward(model, pipeline, optimizer, share, groups).item())
         out["grads"].append(grids.pieces(optimizer, "grad"))
         optimizer.step(0.01)
     used = {module.mm for module in model.modules() if hasattr(module, "mm")}
@@ -316,7 +316,7 @@ def agreed_scales() -> tuple[float, float, float]:
     """Of numbers that the first rank alone has, and of experts, with the largest weight of this rank's."""
     group = grids.everyone()
     mm, x = Fp8(FP8_RECIPES["tensorwise"], torch.float32, (group,)), torch.full((3 * (group.rank == 0), 4), -6.0)
-    _, model, _, _ = grids.ready(f"{ONE} {MOE} --ep 2", base=MODEL, fp8="tensorwise")
+    _, model, *_ = grids.ready(f"{ONE} {MOE} --ep 2", base=MODEL, fp8="tensorwise")
     experts = model.blocks["0"].ffn.experts
     q, _ = experts.mm.quantise_weight((experts.w_down,))
     return mm.agreed_scale(x, E4M3, mm.amax_groups).item(), q.scales.item(), experts.w_down.abs().max().item()
@@ -375,7 +375,7 @@ def test_what_a_model_keeps_is_what_the_first_lines_say(name, mode, experts, seq
     whole blocks of tokens, which matters less the more tokens there are."""
     flags = f"{MODEL.replace('fp64', 'fp32')} {ONE} --seq-len {seq} {experts} --recompute {mode} --fp8 {name}"
     settings = rules.parse(flags.split())
-    _, model, _ = grids.build(settings)
+    _, model, *_ = grids.build(settings)
     window, meter = torch.randint(97, (1, seq + 1)), Meter()
     angles = sum(part.nbytes for part in model.angles_in_sequence(seq, window.device))  # which stay
     with meter:
@@ -394,9 +394,9 @@ def test_a_parameter_has_the_bytes_of_the_table():
             settings = rules.parse(f"{flags} {ONE} --fp8 {name} --moments-dtype {moments} --layers 1".split())
             meter = Meter()
             with meter:
-                groups, model, optimizer = grids.build(settings)
+                groups, model, pipeline, optimizer = grids.build(settings)
                 window = torch.randint(97, (2, 257))
-                grids.forward_backward(settings, groups, model, optimizer, window[:, :-1], window[:, 1:])
+                grids.forward_backward(settings, groups, model, pipeline, optimizer, window[:, :-1], window[:, 1:])
                 live = meter.live()["all"] - sum(part.nbytes for part in model.angles_in_sequence(256, window.device))
             everything = sum(p.numel() for p in model.parameters())
             multiplied = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
@@ -575,7 +575,7 @@ def test_fp8_is_for_blocks_and_their_ends_may_be_spared():
     tokens = torch.arange(32)[None]
     for flags, layers in ("--no-fp8-ends --mtp", [1, 2]), ("--mtp", [0, 1, 2, 3]):
         settings = rules.parse(f"{MODEL} --dtype bf16 --fp8 tensorwise --layers 4 {flags}".split())
-        _, model, _ = grids.build(settings)
+        _, model, *_ = grids.build(settings)
         model(tokens, labels=tokens, next_tokens=tokens, next_labels=tokens)
         names = {weight.spec.name for weights in model.blocks["1"].attention.qkv.mm.cache for weight in weights}
         assert names == {f"layers.{layer}.{name}" for layer in layers for name in (
@@ -608,7 +608,7 @@ def test_weight_gradients_are_added_to_fp32_without_being_rounded():
 def test_text_is_sampled_without_fp8():
     tokens, found = torch.arange(32)[None], []
     for flags in "--fp8 tensorwise", "":
-        _, model, _ = grids.build(rules.parse(f"{MODEL} --dtype bf16 {flags}".split()))
+        _, model, *_ = grids.build(rules.parse(f"{MODEL} --dtype bf16 {flags}".split()))
         with torch.no_grad():
             before = model(tokens)
             sample(model, tokens, 1)
@@ -638,12 +638,12 @@ def trained() -> list[float]:
     flag = {"bf16": "none", "unscaled": "tensorwise"}.get(name, name)
     settings = rules.parse(f"{TRAINED} --seed {seed} --fp8 {flag}".split())
     with patch.object(train, "Fp8", Unscaled if name == "unscaled" else Fp8):
-        groups, model, optimizer = grids.build(settings, groups=grids.NO_GROUPS)
+        groups, model, pipeline, optimizer = grids.build(settings, groups=grids.NO_GROUPS)
     samples, losses = open_samples(settings, [], seed), []
     with patch.object(torch.Tensor, "__matmul__", lambda a, b: a.float().matmul(b.float()).to(a.dtype)):
         for step in range(500 if name == "unscaled" else settings.optim.steps):
             share = train.local_micro_batches(samples, 4 * step, 4, settings, groups)
-            losses.append(train.forward_backward(model, optimizer, share, groups).item())
+            losses.append(train.forward_backward(model, pipeline, optimizer, share, groups).item())
             optimizer.step(train.learning_rate(step, settings.optim))
     return losses
 

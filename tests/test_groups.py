@@ -72,9 +72,9 @@ def test_every_pair_that_exchanges_has_a_link_and_pairs_without_a_common_rank_in
 
 def transfers() -> dict[str, set]:
     """The collectives of a step on each link, and on all other groups."""
-    made, model, optimizer, share = grids.ready("--pp 4 --schedule interleaved --layers 8 --micro-batch 12")
+    made, model, pipeline, optimizer, share = grids.ready("--pp 4 --schedule interleaved --layers 8 --micro-batch 12")
     with Meter(memory=False) as meter:
-        train.forward_backward(model, optimizer, share, made)
+        train.forward_backward(model, pipeline, optimizer, share, made)
     names = {link.group_name: f"{a} to {b}" for (a, b), link in made["pp"].links.items()}
     out = {}
     for call in meter.collectives:

@@ -106,10 +106,10 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
 
 def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
     flags = f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
-    _, groups, model, optimizer, share = runs.first_step(flags)
+    _, groups, model, pipeline, optimizer, share = runs.first_step(flags)
     with torch.no_grad():
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
-    loss = train.forward_backward(model, optimizer, share, groups)
+    loss = train.forward_backward(model, pipeline, optimizer, share, groups)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
 
 
@@ -236,9 +236,9 @@ def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
 def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     """HFU with what is recomputed, MFU without; a rank of two has half of the peak's share."""
     flags = f"{MODEL} --data {__file__} --vocab 257 --separator auto --dtype fp32 --attention math --global-batch 4"
-    settings, groups, model, optimizer, share = runs.first_step(f"{flags} --recompute {recompute}")
+    settings, groups, model, pipeline, optimizer, share = runs.first_step(f"{flags} --recompute {recompute}")
     with Meter(memory=False) as meter:
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
     log = Log(settings, groups, torch.device("cpu"))
     log.peak, log.ranks = 1e9, 2
     step = job.Step(0, range(4), 0, [], sent=Counter())

@@ -32,8 +32,8 @@ PROMPT = torch.arange(10).view(2, 5)
 
 def evaluated(flags: str) -> tuple[float, torch.Tensor]:
     """The mean loss of a model with the seed's weights, and a text that it continues."""
-    groups, model, _, share = grids.ready(flags)
-    return job.mean_loss(model, [share], groups), sample(model, PROMPT, 6, temperature=0)
+    groups, model, pipeline, _, share = grids.ready(flags)
+    return job.mean_loss(model, pipeline, [share], groups), sample(model, PROMPT, 6, temperature=0)
 
 
 @pytest.mark.parametrize("flags", ["--pp 2 --micro-batch 12", "--zero 3", "--cp 2 --mask-documents"])
@@ -46,7 +46,7 @@ def test_evaluations_and_samples_are_those_of_the_model_without(pool, flags):
 
 def gathered(flags: str) -> set[str]:
     """Of ZeRO level 3: what has whole weights between forward and backward."""
-    _, model, optimizer, (batch, *_) = grids.ready(flags)
+    _, model, _, optimizer, (batch, *_) = grids.ready(flags)
     optimizer.begin_step(1)
     loss = model(batch.tokens, labels=batch.labels, next_tokens=batch.next_tokens, next_labels=batch.next_labels)
     whole = {".".join(param.spec.name.split(".")[:2]) for bucket in optimizer.buckets for param in bucket.params

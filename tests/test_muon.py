@@ -109,8 +109,8 @@ def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
 
 def sent_for_matrices(grid: str, dtype: str) -> tuple[int, int]:
     """(bytes that this rank sends in an update, elements of all matrices of the model)"""
-    groups, model, optimizer, share = ready(f"{grid} --optimizer muon", dtype)
-    train.forward_backward(model, optimizer, share, groups)
+    groups, model, pipeline, optimizer, share = ready(f"{grid} --optimizer muon", dtype)
+    train.forward_backward(model, pipeline, optimizer, share, groups)
     sent.clear()
     optimizer.step(0.01)
     return sent["muon"], sum(math.prod(matrix.shape) for matrix in optimizer.muon.matrices)
@@ -130,8 +130,8 @@ def test_a_matrix_is_sent_to_its_owner_and_back(pool, grid, dtype, least, most):
 
 def test_the_exchange_is_hidden_under_the_other_updates():
     """Order of events: momenta are sent, vectors and tables are updated, then the owners wait."""
-    groups, model, optimizer, share = ready("--micro-batch 12 --optimizer muon")
-    train.forward_backward(model, optimizer, share, groups)
+    groups, model, pipeline, optimizer, share = ready("--micro-batch 12 --optimizer muon")
+    train.forward_backward(model, pipeline, optimizer, share, groups)
     exchange = optimizer.muon.to_owners
     with in_order((exchange, "start", "send"), (exchange, "finish", "wait"),
                   (UpdateRule, "update", "update")) as events:
@@ -143,9 +143,9 @@ def test_momenta_have_no_loss_scale():
     """Or they would count more, or less, after the scale has changed. Gradients are rounded to fp16 at either scale."""
     norms = []
     for scale in 256.0, 4096.0:
-        groups, model, optimizer, share = ready("--micro-batch 12 --optimizer muon", "fp16")
+        groups, model, pipeline, optimizer, share = ready("--micro-batch 12 --optimizer muon", "fp16")
         optimizer.loss_scale.value.fill_(scale)
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
         optimizer.step(0.01)
         norms.append(torch.stack([bucket.state["m"].norm() for bucket in optimizer.of_matrices]))
     torch.testing.assert_close(*norms, rtol=0.01, atol=0)

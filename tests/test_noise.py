@@ -74,11 +74,11 @@ def test_norms_of_local_gradients_are_those_before_the_reduction(pool, level):
 def estimate(grid: str, left_out: str | None = None) -> dict:
     """The estimates of a grid, without the parameters whose names contain `left_out`."""
     settings = grids.settings_of(grid, dist.get_world_size())
-    groups, model, optimizer = grids.build(settings)
+    groups, model, pipeline, optimizer = grids.build(settings)
     noise = GradientNoise(optimizer, groups["data"].size)
     counts = noise.counts
     noise.counts = lambda bucket, spec: (left_out is None or left_out not in spec.name) and counts(bucket, spec)
-    grids.forward_backward(settings, groups, model, optimizer, *grids.batches(settings)[0])
+    grids.forward_backward(settings, groups, model, pipeline, optimizer, *grids.batches(settings)[0])
     squares = noise.squares()
     optimizer.step(0.0, to_sum=squares)
     found = noise.estimate(settings.batch.global_batch * settings.batch.seq_len, squares)

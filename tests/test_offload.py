@@ -35,10 +35,10 @@ def micro_batches(device: str = "cpu") -> list[MicroBatch]:
 
 def train_steps(flags: str) -> list[torch.Tensor]:
     """Losses, weights and the optimizer's state."""
-    model, optimizer = build(flags)
+    model, pipeline, optimizer = build(flags)
     losses = []
     for _ in range(2):  # the second one begins with what the first one has copied
-        losses.append(train.forward_backward(model, optimizer, micro_batches(), grids.NO_GROUPS))
+        losses.append(train.forward_backward(model, pipeline, optimizer, micro_batches(), grids.NO_GROUPS))
         optimizer.step(0.01)
     return [*losses, *(flat for bucket in optimizer.buckets for flat in (bucket.weights, *bucket.state.values()))]
 
@@ -190,7 +190,7 @@ def test_two_micro_batches_fetch_their_own_checkpoints(events):
 
 def test_gradients_leave_while_the_cpu_updates(events):
     """All are on their way before the first update, and each update waits for its own only."""
-    _, optimizer = build("--dtype fp32 --bucket-mb 0 --offload optimizer --optimizer sgd --grad-clip 0 --weight-decay "
+    *_, optimizer = build("--dtype fp32 --bucket-mb 0 --offload optimizer --optimizer sgd --grad-clip 0 --weight-decay "
                          "0")
     optimizer.begin_step(1)
     for number, bucket in enumerate(optimizer.buckets):
@@ -219,8 +219,8 @@ def bytes_by_device(flags: str) -> tuple[Counter, dict[str, int], int]:
     """(live bytes of a step's peak by device, where "meta" stands in for a GPU; the formula's by kind; parameters)."""
     settings = rules.parse(f"{MODEL} --attention math {flags}".split())
     with FakeTensorMode(), ByDevice() as meter:
-        _, model, optimizer = grids.build(settings, device="meta", filled=False)
-        train.forward_backward(model, optimizer, micro_batches("meta")[:1], grids.NO_GROUPS)
+        _, model, pipeline, optimizer = grids.build(settings, device="meta", filled=False)
+        train.forward_backward(model, pipeline, optimizer, micro_batches("meta")[:1], grids.NO_GROUPS)
         optimizer.step(0.01)
     return meter.at_peak, grids.memory_of_rank(settings, {}, fused=False), sum(p.numel() for p in model.parameters())
 

@@ -29,13 +29,13 @@ MODEL = (f"{grids.TINY} --head-dim 16 --vocab 61 --seq-len 12 --global-batch 2 -
 
 def gradients(flags: str) -> list[torch.Tensor]:
     """The loss, and the gradient of every parameter."""
-    groups, llama, optimizer, share = grids.ready(flags, base=MODEL)
+    groups, llama, pipeline, optimizer, share = grids.ready(flags, base=MODEL)
     for bucket in optimizer.buckets:  # larger weights, so that outputs are of order one
         for param in bucket.params:
             if param.ndim > 1:
                 param.data.mul_(8)
     share[0].labels[:, 4:] = share[0].tokens[:, 4:]  # most tokens have a label
-    loss = train.forward_backward(llama, optimizer, share, groups)
+    loss = train.forward_backward(llama, pipeline, optimizer, share, groups)
     return [loss, *(bucket.view(bucket.grad, param) for bucket in optimizer.buckets for param in bucket.params)]
 
 

@@ -196,10 +196,10 @@ Steps = Iterator[tuple[float, float, float]]  # loss, that which balances expert
 
 
 def steps(settings: config.Config, batches: list[tuple[Tensor, Tensor]]) -> Steps:
-    _, ours, optimizer = grids.build(settings, "fp64", grids.NO_GROUPS)
+    _, ours, pipeline, optimizer = grids.build(settings, "fp64", grids.NO_GROUPS)
     for tokens, labels in batches:
         share = grids.GivenSamples(tokens, labels).step(0, len(tokens), settings.batch.micro_batch, 0, 1)
-        loss = train.forward_backward(ours, optimizer, share, grids.NO_GROUPS).item()
+        loss = train.forward_backward(ours, pipeline, optimizer, share, grids.NO_GROUPS).item()
         finite = optimizer.step(settings.optim.lr).isfinite()
         found = train.update_balance(ours, grids.NO_GROUPS, finite, len(tokens)) if settings.model.experts else {}
         yield loss, float(found.get("aux_loss", 0)), float(found.get("load_max_over_mean", 0))

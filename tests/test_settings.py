@@ -140,10 +140,10 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
     """Name, group and shape of every collective of this rank in a step of each of these runs."""
     out = []
     for line in lines:
-        _, groups, model, optimizer, share = runs.first_step(f"{MODEL} --data {__file__} --vocab 257 {line}")
+        _, groups, model, pipeline, optimizer, share = runs.first_step(f"{MODEL} --data {__file__} --vocab 257 {line}")
         axes = {group.process_group.group_name: axis for axis, group in groups.items() if group.size > 1}
         with Meter(memory=False) as meter:
-            train.forward_backward(model, optimizer, share, groups)
+            train.forward_backward(model, pipeline, optimizer, share, groups)
             optimizer.step(0.01)
         out.append([(axes.get(call.group), call.name, call.shape) for call in meter.collectives])
     return out

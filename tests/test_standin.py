@@ -68,14 +68,14 @@ def main(library: str, log: str, ranks: str, *flags: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE=ranks)
     collectives.world(device, store=dist.HashStore()).__enter__()  # and never left
     groups = build_groups(settings.grid, settings.model)
-    model = train.build_model(settings, groups, device)
+    model, pipeline = train.build_model(settings, groups, device), train.build_pipeline(settings, groups, device)
     optimizer, samples = train.build_optimizer(settings, model, groups), ZeroSamples(settings.batch.seq_len)
 
     def step() -> float:
         batches = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)
         batches, began = [batch.to(device) for batch in batches], time.thread_time()
         say("mark")
-        train.forward_backward(model, optimizer, batches, groups)
+        train.forward_backward(model, pipeline, optimizer, batches, groups)
         say("mark")
         seconds = time.thread_time() - began
         optimizer.step(1e-3)

@@ -238,7 +238,7 @@ def test_only_matrices_of_blocks_wait_for_the_second_half_of_a_split_backward():
     """What tables, routers, norms and biases would keep until then is larger than their gradients."""
     settings = rules.parse(f"{SHAPE} --qk-norm --qkv-bias --experts 4 --expert-ffn 12 --shared-experts 1 "
                             f"--dense-layers 1 --vocab 61 --data {__file__}".split())
-    _, model, optimizer = grids.build(settings)
+    _, model, _, optimizer = grids.build(settings)
     optimizer.begin_step(1)
     tokens = torch.arange(48).view(2, 24)
     gradients.backward_input((0, 0), model(tokens, labels=tokens), None)
@@ -468,7 +468,7 @@ def test_labels_and_tokens_outside_of_the_vocabulary_are_refused(pool, n):
 def step(flags: str) -> dict:
     """What one forward and backward of a model sends, makes and keeps on this rank, and its gradients."""
     settings = rules.parse(f"{SHAPE} --data {__file__} {flags}".split(), dist.get_world_size())
-    groups, model, optimizer = grids.build(settings)
+    groups, model, _, optimizer = grids.build(settings)
     tokens = torch.randint(settings.model.vocab, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens, labels, positions, _ = cp.shard_sequences(tokens, tokens, None, None, settings.grid.cp, groups["cp"].rank)
     longest, exchange = 0, ep.exchange_counts
@@ -536,7 +536,7 @@ def test_a_layer_sends_what_the_papers_say(pool):
 def sampled(flags: str) -> tuple[torch.Tensor, int]:
     """Text of a model, continued, and how many tokens its routers have counted."""
     settings = rules.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
-    _, model, optimizer = grids.build(settings)
+    _, model, _, optimizer = grids.build(settings)
     for bucket in optimizer.buckets:
         bucket.master.mul_(10)  # or all logits are alike
         bucket.update_weights()

@@ -331,11 +331,11 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
 @pytest.mark.parametrize("flags", ["--recompute full", "--recompute selective --experts 4 --shared-experts 1"])
 def test_a_step_leaves_no_cycles(flags):
     """The collector is off while a run goes on: whatever refers to itself would stay."""
-    _, groups, model, optimizer, share = first_step(f"{SMALL} --dtype fp32 --data {ROOT}/train.py {flags}")
+    _, groups, model, pipeline, optimizer, share = first_step(f"{SMALL} --dtype fp32 --data {ROOT}/train.py {flags}")
     gc.disable()
     try:
         for _ in range(2):  # the first leaves what building the model has made
-            train.forward_backward(model, optimizer, share, groups)
+            train.forward_backward(model, pipeline, optimizer, share, groups)
             train.update_balance(model, groups, optimizer.step(0.01).isfinite(), 16)
             cycles = gc.collect()
     finally:

@@ -124,26 +124,26 @@ def results_of(of: str, cases: list[dict]) -> list:
 
 
 def build(settings: config.Config, dtype: str = "", groups=None, device: str = "cpu", filled: bool = True) -> tuple:
-    """(groups, model, optimizer) of this rank, also without any process group, filled with the seed's weights. dtype:
-    other than the settings'. groups: if they are there already."""
+    """(groups, model, pipeline, optimizer) of this rank, also without any process group, filled with the seed's
+    weights. dtype: other than the settings'. groups: if they are there already."""
     if dtype:
         settings = copy.copy(settings)
         settings.precision = replace(settings.precision, dtype=dtype)
     groups = groups or build_groups(settings.grid, settings.model)
-    model = train.build_model(settings, groups, device)
+    model, pipeline = train.build_model(settings, groups, device), train.build_pipeline(settings, groups, device)
     optimizer = train.build_optimizer(settings, model, groups)
     if filled:
         optimizer.load(param.draw(settings.optim.seed))
-    return groups, model, optimizer
+    return groups, model, pipeline, optimizer
 
 
 def ready(flags: str, dtype: str = "", base: str = BASE, fp8: str = "") -> tuple:
-    """(groups, model, optimizer, this rank's micro-batches of the first global batch). fp8: a recipe, which the command
-    line refuses in runs in fp64."""
+    """(groups, model, pipeline, optimizer, this rank's micro-batches of the first global batch). fp8: a recipe, which
+    the command line refuses in runs in fp64."""
     settings = rules.parse(f"{base} {flags}".split(), everyone().size)
     settings.precision.fp8 = fp8 or settings.precision.fp8
-    groups, model, optimizer = build(settings, dtype)
-    return groups, model, optimizer, micro_batches(settings, groups, *batches(settings)[0])
+    groups, model, pipeline, optimizer = build(settings, dtype)
+    return groups, model, pipeline, optimizer, micro_batches(settings, groups, *batches(settings)[0])
 
 
 def memory_of_rank(settings: config.Config, groups, fused: bool = False) -> dict[str, int]:
@@ -156,24 +156,24 @@ def micro_batches(settings: config.Config, groups, tokens: torch.Tensor, labels:
     return train.local_micro_batches(samples, 0, len(tokens), settings, groups)
 
 
-def forward_backward(settings: config.Config, groups, model, optimizer, tokens: torch.Tensor,
+def forward_backward(settings: config.Config, groups, model, pipeline, optimizer, tokens: torch.Tensor,
                      labels: torch.Tensor) -> torch.Tensor:
     """The losses of a global batch, whose gradients are then in the optimizer's buckets."""
-    return train.forward_backward(model, optimizer, micro_batches(settings, groups, tokens, labels), groups)
+    return train.forward_backward(model, pipeline, optimizer, micro_batches(settings, groups, tokens, labels), groups)
 
 
 def run(grid: str, last: int = STEPS) -> dict:
     """One rank of a grid, also without any process group, in so many steps."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = settings_of(grid, world)
-    groups, model, optimizer = build(settings)
+    groups, model, pipeline, optimizer = build(settings)
     seen, out = 0, dict(loss=[], norm=[], grads=[], square=[])
     with recorded() as calls:
         for tokens, labels in batches(settings)[:last]:
             sequences = job.sequences_at(seen, settings.batch.ramp())
             assert sequences == len(tokens)
             seen += tokens.numel()
-            losses = forward_backward(settings, groups, model, optimizer, tokens, labels)
+            losses = forward_backward(settings, groups, model, pipeline, optimizer, tokens, labels)
             out["loss"].append(losses.sum().item())  # of both, with multi-token prediction
             out["grads"].append(pieces(optimizer, "grad"))
             out["square"].append(sum(values.square().sum().item() for *_, owned, values in out["grads"][-1] if owned))

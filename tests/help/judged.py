@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import train
 from learn.judge import Piece, Record
 
 STEPS, SEQUENCES, SEQ, VOCAB, BALANCE = 2, 8, 12, 31, 0.5
@@ -245,10 +244,10 @@ def run(way: str, folder: str, faults: list[str]) -> None:
 def ours(folder: str, grid: str) -> None:
     """train.py's functions; every piece of every bucket has a box already."""
     settings = grids.settings_of(grid, dist.get_world_size() if dist.is_initialized() else 1)
-    groups, model, optimizer = grids.build(settings)
+    groups, model, pipeline, optimizer = grids.build(settings)
     record = Record(folder)
     for tokens, labels in grids.batches(settings):
-        train.forward_backward(model, optimizer, grids.micro_batches(settings, groups, tokens, labels), groups)
+        grids.forward_backward(settings, groups, model, pipeline, optimizer, tokens, labels)
         record.step(model=[Piece(param.spec.name, bucket.master[place], bucket.grad_shard[place], box)
                            for bucket in optimizer.buckets for param, box, place in bucket.pieces()])
         optimizer.step(settings.optim.lr)

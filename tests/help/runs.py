@@ -40,12 +40,12 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
 
 
 def first_step(flags: str) -> tuple:
-    """(settings, groups, model, optimizer, this rank's micro-batches) of a run that begins."""
+    """(settings, groups, model, pipeline, optimizer, this rank's micro-batches) of a run that begins."""
     settings = cli.parse(flags.split(), grids.everyone().size)
-    groups, model, optimizer = grids.build(settings)
+    groups, model, pipeline, optimizer = grids.build(settings)
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
     share = train.local_micro_batches(samples, 0, settings.batch.global_batch, settings, groups)
-    return settings, groups, model, optimizer, share
+    return settings, groups, model, pipeline, optimizer, share
 
 
 def metrics(path: Path) -> list[dict]:

@@ -33,16 +33,16 @@ class Unit(torch.nn.Module):
 
 
 def built(flags: str, dtype: torch.dtype):
-    """(groups, model, optimizer, this rank's micro-batches of a global batch)"""
+    """(groups, model, pipeline, optimizer, this rank's micro-batches of a global batch)"""
     return grids.ready(flags, {v: k for k, v in DTYPES.items()}[dtype], PRIMES)
 
 
 def sent(flags: str, dtype: torch.dtype) -> dict:
     """Bytes of gradients and weights that a second step sends, what they are counted against, and its gradients."""
-    groups, model, optimizer, share = built(flags, dtype)
+    groups, model, pipeline, optimizer, share = built(flags, dtype)
     for lr in 0.0, 1e-3:
         with Meter(memory=False) as meter:
-            train.forward_backward(model, optimizer, share, groups)
+            train.forward_backward(model, pipeline, optimizer, share, groups)
             grads = grids.pieces(optimizer, "grad")
             optimizer.step(lr)
     factor = {"allreduce_": 2, "_reduce_scatter_base_": 1, "_allgather_base_": 1}
@@ -62,7 +62,7 @@ def wait_and_settle(pending: Pending, wait=Pending.wait) -> torch.Tensor:
 @patch.object(Pending, "wait", wait_and_settle)
 def held(flags: str, dtype: torch.dtype) -> dict:
     """Live bytes by kind: at rest after a step, and the most during a second."""
-    groups, model, optimizer, share = built(flags, dtype)
+    groups, model, pipeline, optimizer, share = built(flags, dtype)
     meter = Meter()
     exact = torch.promote_types(dtype, torch.float32)
     for bucket in optimizer.buckets:  # what exists before the first step
@@ -78,14 +78,14 @@ def held(flags: str, dtype: torch.dtype) -> dict:
                 meter.label("optimizer", state)
     del bucket, state
     with meter:
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
         optimizer.step(1e-3)
     for bucket in optimizer.buckets:  # let the last all-gather of levels 1 and 2 arrive
         bucket.unshard()
         bucket.reshard()
     rest, meter.peak = meter.settled(), type(meter.peak)()
     with meter:
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
         optimizer.step(1e-3)
     return dict(rest=rest, peak=meter.peak, padded=[bucket.numel for bucket in optimizer.buckets])
 
@@ -145,7 +145,7 @@ def unread(flags: str) -> list[tuple[str, str, bool]]:
     """Of each collective of a step that delivers numbers: its operation, its axis, and whether this rank reads what it
     delivers. Steps are repeated, and in each one the result of another collective is NaN: if it is read, so are the
     loss, a router's loss or a gradient."""
-    groups, model, optimizer, share = grids.ready(flags)
+    groups, model, pipeline, optimizer, share = grids.ready(flags)
     spoilt, calls = -1, []  # number of the call whose result is NaN; the calls of this step
 
     class Spoilt(collectives.Pending):
@@ -164,7 +164,7 @@ def unread(flags: str) -> list[tuple[str, str, bool]]:
 
     def is_finite() -> bool:
         calls.clear()
-        loss = train.forward_backward(model, optimizer, share, groups)
+        loss = train.forward_backward(model, pipeline, optimizer, share, groups)
         seen = [loss, *(bucket.grad_shard for bucket in optimizer.buckets), *(router.loss for router in model.routers)]
         finite = all(x.isfinite().all() for x in seen)
         for router in model.routers:
@@ -182,14 +182,14 @@ def unread(flags: str) -> list[tuple[str, str, bool]]:
 def overflow() -> list[tuple]:
     """Four fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
     step 2 one element of the shard that rank 1 has of the sum."""
-    groups, model, optimizer, share = built(
+    groups, model, pipeline, optimizer, share = built(
         "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
     optimizer.loss_scale.value.fill_(1024.0)
     seen = []
     for step in range(4):
         if step == 1 and dist.get_rank() == 3:
             optimizer.scale_loss = lambda loss: loss * torch.inf
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
         optimizer.__dict__.pop("scale_loss", None)
         if step == 2 and dist.get_rank() == 1:
             optimizer.buckets[2].grad_shard[7] = torch.inf
@@ -203,24 +203,24 @@ def overflow() -> list[tuple]:
 def trained(flags: str, dtype=torch.float32, steps=1, lr=1.0, forwards=0) -> tuple[list[tuple], list[int]]:
     """The weights after so many steps, each after so many forwards that no backward follows; and the bytes of gathered
     weights that are left after them, and after an evaluation."""
-    groups, model, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", dtype)
+    groups, model, pipeline, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", dtype)
     if dtype == torch.float16:
         optimizer.loss_scale.value.fill_(1024.0)
     for _ in range(steps):
         for _ in range(forwards):
             model(share[0].tokens, labels=share[0].labels)
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
         optimizer.step(lr)
     weights = [bucket.weights.untyped_storage() for bucket in optimizer.buckets]
     left = [sum(storage.nbytes() for storage in weights)]
-    job.mean_loss(model, [share], groups)
+    job.mean_loss(model, pipeline, [share], groups)
     return grids.pieces(optimizer, "master"), [*left, sum(storage.nbytes() for storage in weights)]
 
 
 def events(flags: str) -> list[str]:
     """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
     the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
-    groups, model, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
+    groups, model, pipeline, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
     axes = {id(group): axis for axis, group in groups.items() if group.size > 1}
 
     def launched(name):
@@ -228,5 +228,5 @@ def events(flags: str) -> list[str]:
 
     with in_order(*((zero, name, launched(name)) for name in ("all_reduce", "reduce_scatter")),
                   (zero.ShardedBucket, "ready", "ready"), (optimizer, "finish_step", "finish")) as seen:
-        train.forward_backward(model, optimizer, share, groups)
+        train.forward_backward(model, pipeline, optimizer, share, groups)
     return seen
