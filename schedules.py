@@ -1,46 +1,74 @@
-"""Pipeline schedules as data: who does what in which order, what is sent when, and what it costs in time and memory.
+"""Pipeline schedules as data: the order in which each rank runs its forwards and backwards.
 
-A schedule makes a Plan for p ranks and m micro-batches: for each rank a list of actions (op, stage, micro-batch), op
-one of F, forward; B, backward; and its halves: I computes the gradient of the input, W those of the weights. Nothing
-but the end of the step waits for a W, so W can fill bubbles: that is the whole idea of "zero bubble".
+    1f1b     rank 0   F0 F1 F2             B0    F3 B1    F4 B2       B3       B4
+             rank 1      F0 F1       B0    F2 B1    F3 B2    F4 B3       B4
+             rank 2         F0 B0    F1 B1    F2 B2    F3 B3    F4 B4
 
-Shapes: p ranks, rank r, m micro-batches, v model chunks per rank (each the layers of one of v p stages), groups of n
-micro-batches; F, B, I, W: a rank's time for one micro-batch in all chunks that it goes through.
+    rank 0:           warmup│ steady: one forward, one backward │  cooldown
 
-warmup: the forwards that rank r does before it alternates one forward and one backward; lag: by how many backwards a W
-trails its I. Activations: in those of 1/p of the layers for one micro-batch. Formulas hold if m >= 2p, n divides m, and
-W <= min(F, I). The bubble of zb-h2 is that between a rank's first F and last W, the others are of the whole step.
+    zb-h1    rank 0   F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+             rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+             rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-                    warmup                   lag    bubble per rank            activations held, at most
-    afab            all                      -      (p-1)(F+B)                 m
-    1f1b            p-1-r                    -      (p-1)(F+B)                 p
-    interleaved     2(p-1-r) + (v-1)n        -      (p-1)(F+B)/v               p + (p-1)/v, for n = p
-    zb-h1           p-1-r                    r      (p-1)(F+I-W)               p
-    zb-h2           2(p-1-r)                 2r     (p-1)(F+I-2W)              2p-1
-    zb1p            (p-1-r) + (v-1)n         r      (p-1)(F+I-W)/v             p, for n = p
-    zb-v            not fixed                -      (p-1)F/2, if F = I = W     p
-    dualpipev       not fixed                -      (p-1)F/2, if F = I = W     p + 1/2
-    dualpipe        not fixed                -      (p-2)F/2, if F = I = W     p + 1
+A schedule is a function that returns the order of one rank: a list of actions (op, stage, micro-batch).
 
-Each action here is separate, and its result is sent at once. DualPipe's repository runs a forward
-and the backward after it as one action, whose two results are sent at its end. The action takes the
-time F&B, and the bubble is (p/2-1)(F&B + B - 3W). Without overlap, F&B = F + B, this is (p-2)F if
-F = I = W: twice the bubble here.
+    F   the forward of a stage for one micro-batch
+    B   the whole backward of a stage for one micro-batch; I and W are its two halves
+    I   computes the gradient of the stage's input, for which the previous stage waits
+        (the zero-bubble papers call this half B)
+    W   computes the gradients of the stage's weights, for which nothing waits before the end of the step
 
-To add a schedule, write a function that returns the order of one rank, and add it to SCHEDULES. `make_plan` refuses an
-order that lacks an action, and says which. Nothing here needs torch.
+A rank is idle while it waits for an activation or a gradient: this is the bubble. In the figure rank 0 is idle for six
+units of time under 1f1b. Under zb-h1 it is idle for two, because the other ranks send their gradients on before they
+compute their weight gradients. W then fills the gaps: this is the whole idea of "zero bubble".
+
+    p      pipeline ranks, of which this one is rank r, counted from 0
+    m      micro-batches per step
+    v      model chunks per rank (Megatron: virtual stages). The model is cut into v p stages; a chunk is one of them
+    n      micro-batches per group. A rank takes a group through one chunk after the other, then the next group
+
+make_plan makes the orders of all ranks and checks them. with_transfers inserts the sends and receives, simulate says
+when each action runs, and pp.py's Engine runs a plan. This file does not need torch.
+
+What the schedules cost. F, B, I and W are here the times that a rank needs for one micro-batch in all its chunks. The
+bubble is the time for which a rank is idle in a step. Activations are counted in micro-batches: one micro-batch leaves
+one unit of them in all chunks of a rank, 1/p of the layers.
+
+    schedule      forwards in the warmup    bubble                      most activations held
+    afab          all                       (p-1)(F+B)                  m
+    1f1b          p-1-r                     (p-1)(F+B)                  p
+    interleaved   2(p-1-r) + (v-1)n         (p-1)(F+B)/v                p + (p-1)/v, if n = p
+    zb-h1         p-1-r                     (p-1)(F+I-W)                p
+    zb-h2         2(p-1-r)                  (p-1)(F+I-2W)               2p-1
+    zb1p          (p-1-r) + (v-1)n          (p-1)(F+I-W)/v              p, if n = p
+    zb-v          see `zb_v`                (p-1)F/2, if F = I = W      p
+    dualpipev     see `dual_pipe_steps`     (p-1)F/2, if F = I = W      p + 1/2
+    dualpipe      see `dual_pipe_steps`     (p-2)F/2, if F = I = W      p + 1
+
+The formulas hold if m >= 2p, n divides m, and W <= min(F, I). Papers divide a bubble in one of two ways. For 1f1b:
+
+    share of the step (GPipe)                        bubble / (m(F+B) + bubble) = (p-1)/(m+p-1)
+    relative to the computation (Megatron, Llama)    bubble / (m(F+B))          = (p-1)/m
+
+The bubble of zb-h2 lies between a rank's own first F and last W: its ranks start and end one after the other, and the
+next step would fill the gap. All other bubbles are of a whole step, which begins and ends at once on all ranks.
+
+In the repository DualPipe, a forward and the backward after it are one action, which takes the time F&B and sends both
+results at its end. Its bubble is (p/2-1)(F&B + B - 3W). Without overlap, F&B = F + B, this is (p-2)F if F = I = W.
+This file keeps both as separate actions and sends each result at once, which halves the bubble.
 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
-et al. 2023 and 2024 (zero bubble: H1, H2; V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
+et al. 2023 (zero bubble: H1, H2) and 2024 (V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
 """
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, count, islice
+from itertools import accumulate
 from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    op: str
+    """What a rank does for one stage and one micro-batch. F3.1 is the forward of stage 3 for micro-batch 1."""
+    op: str  # "F", "B", "I" or "W"
     stage: int
     micro_batch: int
 
@@ -49,95 +77,217 @@ class Action(NamedTuple):
 
     @property
     def result(self) -> "Action":
-        """What other actions need of it: B and I alike give the gradient of the input, "B"."""
-        return Action("B", *self[1:]) if self.op == "I" else self
+        """The name under which other actions wait for this one. B and I have the same: the gradient of the input."""
+        return self._replace(op="B") if self.op == "I" else self
 
 
 class Plan(NamedTuple):
-    ranks: list[list[Action]]  # what each rank does, in order
-    owner: dict[tuple[int, int], int]  # (stage, micro-batch) -> the rank that has it
+    """The orders of all ranks."""
+    ranks: list[list[Action]]  # the order of each rank
+    # (stage, micro-batch) -> the rank that has it. Only in dualpipe, which has two copies of every stage, does it
+    # depend on the micro-batch.
+    owner: dict[tuple[int, int], int]
 
     @property
     def stages(self) -> int:
         return 1 + max(stage for stage, _ in self.owner)
 
 
-# ---- schedules: the order of one rank -------------------------------------------------------------------------------
+# ---- schedules with a warmup, a steady phase and a cooldown ---------------------------------------------------------
+# A schedule is a function of (r, p, m, v, n) that returns the order of rank r; most need three of the five numbers.
 
-def alternating(r: int, p: int, m: int, v: int, n: int, *, warmup: int, lag: int | None = None) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turns, then the remaining backwards.
+def one_f_one_b(r: int, p: int, m: int, v: int, n: int, warmup: int) -> list[Action]:
+    """Run `warmup` forwards, then one forward and one backward in turns, then the backwards that are left.
 
-    Rank r has the stages r, p + r, 2p + r … and goes through them in groups of n micro-batches: n = p is depth first,
-    n = m breadth first. lag: by how many backwards a W trails its I; None: backwards are not split.
+    Rank r has the stages r, p + r, 2p + r ... With n = p the order is called depth first, with n = m breadth first.
     """
-    order = [(chunk, k) for first in range(0, m, n) for chunk in range(v) for k in range(first, min(first + n, m))]
-    forwards = iter([Action("F", chunk * p + r, k) for chunk, k in order])
-    backwards = [Action("B" if lag is None else "I", (v - 1 - chunk) * p + r, k) for chunk, k in order]
-    weights = iter([] if lag is None else [backward._replace(op="W") for backward in backwards])
-    actions = [*islice(forwards, warmup)]
-    for i, backward in enumerate(backwards):
-        actions += [*islice(forwards, 1), backward]  # no forward once all are done
-        if lag is not None and i >= lag:
-            actions.append(next(weights))
-    return [*actions, *weights]
+    in_turn = []  # (chunk, micro-batch)
+    for first in range(0, m, n):
+        for chunk in range(v):
+            for k in range(first, min(first + n, m)):
+                in_turn.append((chunk, k))
+    forwards = [Action("F", chunk * p + r, k) for chunk, k in in_turn]
+    backwards = [Action("B", (v - 1 - chunk) * p + r, k) for chunk, k in in_turn]  # begin in the last chunk
+
+    actions = forwards[:warmup]  # warmup
+    in_steady = forwards[warmup:]
+    for forward, backward in zip(in_steady, backwards):  # steady 1F1B
+        actions += [forward, backward]
+    return actions + backwards[len(in_steady):]  # cooldown
 
 
-def two_chunks(stages: tuple[int, int], m: int, steps: list[tuple[str, int]]) -> list[Action]:
-    """The order of a rank with two stages, from (words, how many times): of the stages 0 and 3, [("F0", 2), ("F1 I1 W",
-    1)] makes F0.0 F0.1 F3.0 I3.0 W3.0. "F1" is the next forward of the second stage; "W" belongs to the oldest I that
-    has no W yet, "W0" to the oldest of the first stage. Words beyond the m micro-batches of a stage are left out."""
-    actions, without_w = [], []
-    numbers = defaultdict(count)  # (whether it is a forward, chunk) -> micro-batches
-    for words, times in steps:
+def split_backwards(actions: list[Action], lag: int) -> list[Action]:
+    """Zero bubble: replace each B by an I in its place and a W that follows `lag` backwards later, or at the end."""
+    split, waiting = [], deque()  # waiting: each W whose I is done, the oldest first
+    for action in actions:
+        if action.op != "B":
+            split.append(action)
+            continue
+        split.append(action._replace(op="I"))
+        waiting.append(action._replace(op="W"))
+        if len(waiting) > lag:
+            split.append(waiting.popleft())
+    return [*split, *waiting]
+
+
+def afab(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """All forwards, then all backwards (GPipe)."""
+    return one_f_one_b(r, p, m, v, n, warmup=m)
+
+
+def one_chunk_1f1b(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """The p-1-r ranks after this one need a micro-batch each: with fewer in the warmup they would wait in the steady
+    phase. More would be held for nothing."""
+    return one_f_one_b(r, p, m, v, n, warmup=p - 1 - r)
+
+
+def interleaved(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """1F1B with several chunks per rank, which fill and drain the pipeline in steps of 1/v of the time.
+
+    The warmup has the first group's n micro-batches in all chunks but the last, (v-1)n forwards. Then micro-batch 0
+    enters the last chunk: its forward passes the p-1-r ranks after this one, and its gradient comes back through them.
+    Meanwhile this rank runs 2(p-1-r) more forwards.
+    """
+    if v == 1:
+        return one_chunk_1f1b(r, p, m, v, n)
+    return one_f_one_b(r, p, m, v, n, warmup=(v - 1) * n + 2 * (p - 1 - r))
+
+
+def zb_h1(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """1F1B with split backwards, which holds no more activations than rank 0 of 1f1b.
+
+    With the warmup of 1f1b, rank r has p-r micro-batches between F and I. It may let r more wait between I and W:
+    then every rank holds p.
+    """
+    return split_backwards(one_chunk_1f1b(r, p, m, v, n), lag=r)
+
+
+def zb_h2(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """Enough forwards to be busy until the first gradient is back: it passes p-1-r ranks twice, forward and backward.
+
+    Then rank r has 2(p-1-r) + 1 micro-batches between F and I. With 2r between I and W every rank holds 2p-1.
+    """
+    return split_backwards(one_f_one_b(r, p, m, v, n, warmup=2 * (p - 1 - r)), lag=2 * r)
+
+
+def zb1p(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """zb-h1 with several chunks per rank, which the first group first passes as in `interleaved`."""
+    return split_backwards(one_f_one_b(r, p, m, v, n, warmup=(v - 1) * n + p - 1 - r), lag=r)
+
+
+# ---- schedules with two chunks per rank, written down step by step --------------------------------------------------
+
+class TwoChunkOrder:
+    """Writes down the order of a rank that has two stages, of chunk 0 and of chunk 1.
+
+    For the stages 0 and 3, repeat(2, "F0") and then repeat(1, "F1 I1 W") write F0.0 F0.1 F3.0 I3.0 W3.0.
+
+        "F1", "B1", "I1"    the next micro-batch of chunk 1; forwards and backwards are counted separately
+        "W1"                the W of the oldest I of chunk 1 that has no W yet
+        "W"                 the W of the oldest I of either chunk that has no W yet
+    """
+
+    def __init__(self, stages: tuple[int, int], m: int):
+        self.stages, self.m = stages, m
+        self.actions: list[Action] = []
+        self.forwards, self.backwards = [0, 0], [0, 0]  # how many each chunk has had
+        self.without_w: list[tuple[int, int]] = []  # (chunk, micro-batch) of each I that has no W yet, oldest first
+
+    def repeat(self, times: int, words: str) -> None:
+        """Write the words `times` times. Micro-batches from number m on do not exist and are left out."""
         for word in words.split() * times:
-            op, chunk = word[0], int(word[1:]) if word[1:] else None
+            op = word[0]
             if op == "W":
-                chunk, k = next(pair for pair in without_w if chunk in (None, pair[0]))
-                without_w.remove((chunk, k))
+                chunk, k = self.oldest_without_w(word[1:])
+                self.without_w.remove((chunk, k))
             else:
-                k = next(numbers[op == "F", chunk])
+                chunk, count = int(word[1:]), self.forwards if op == "F" else self.backwards
+                k = count[chunk]
+                count[chunk] += 1
                 if op == "I":
-                    without_w.append((chunk, k))
-            if k < m:
-                actions.append(Action(op, stages[chunk], k))
-    return actions
+                    self.without_w.append((chunk, k))
+            if k < self.m:
+                self.actions.append(Action(op, self.stages[chunk], k))
+
+    def oldest_without_w(self, chunk: str) -> tuple[int, int]:
+        """chunk: "0", "1", or "" for either."""
+        return [pair for pair in self.without_w if chunk in ("", str(pair[0]))][0]
 
 
-def zb_v(r: int, p: int, m: int) -> list[Action]:
-    """The stages of a rank are r and 2p-1-r: the last stage is on the first rank, and backward starts early. The counts
-    are those of the paper's figure."""
-    full = max(2 * p - 1, m)  # fewer do not fill the pipeline: of their order, what is beyond m is left out
-    return two_chunks((r, 2 * p - 1 - r), m, [
-        ("F0", 2 * (p - r) - 1), ("F1 F0", r), ("F1 I1 W", p - r),  # warm-up
-        ("F0 I0 W F1 I1 W", full - 2 * p + 1 + r), ("I0 W F1 I1 W", p - 1 - r),  # steady
-        ("I0 I1", r), ("I0 W0", p - r), ("W1", r), ("W0", r)])  # drain
+def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """The stages of a rank are r and 2p-1-r, a V: the last stage is on rank 0, and its backward starts early.
+
+    Rank r is p-r forwards away from rank p-1 and back, and r away from rank 0. This gives the counts of each step.
+    """
+    order = TwoChunkOrder((r, 2 * p - 1 - r), m)
+    full = max(2 * p - 1, m)  # fewer do not fill the pipeline: micro-batches beyond m are left out
+    # Warmup, until micro-batch 0 is back from rank p-1, in this rank's second stage.
+    order.repeat(2 * (p - r) - 1, "F0")
+    # Until the gradient of micro-batch 0 is back from rank 0, where the last stage is.
+    order.repeat(r, "F1 F0")
+    # Until this gradient is back from rank p-1, in this rank's first stage.
+    order.repeat(p - r, "F1 I1 W")
+    # Steady: all first forwards that are left.
+    order.repeat(full - (2 * (p - r) - 1) - r, "F0 I0 W F1 I1 W")
+    # Cooldown: the second forwards that are left, then the input gradients, then the weight gradients.
+    order.repeat(p - 1 - r, "I0 W F1 I1 W")
+    order.repeat(r, "I0 I1")
+    order.repeat(p - r, "I0 W0")
+    order.repeat(r, "W1")
+    order.repeat(r, "W0")
+    return order.actions
 
 
-def dual_pipe(r: int, p: int, m: int) -> list[Action]:
-    """Half of the micro-batches enter at the first rank, half at the last; each rank has two copies of the weights."""
+def dual_pipe_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """The left half of DualPipe's figure for 2p ranks, on p ranks: the stages of a rank are r and 2p-1-r."""
+    return dual_pipe_steps((r, 2 * p - 1 - r), r, p, m)
+
+
+def dual_pipe(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
+    """Half of the micro-batches enter at rank 0, half at rank p-1; each rank has two copies of the weights.
+
+    The stages of a rank are r, for the first half of the micro-batches, and p-1-r, for the others.
+    """
     if p % 2 or m % 2:
         raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
-    near, each = min(r, p - 1 - r), m // 2  # the stage of micro-batches from the nearer end; how many from each
-    actions = two_chunks((near, p - 1 - near), each, dual(near, p // 2, each))
+    near, each = min(r, p - 1 - r), m // 2  # distance from the nearer end; how many micro-batches enter at each end
+    from_nearer_end, from_other_end = near, p - 1 - near  # the stages that these micro-batches have here
+    actions = dual_pipe_steps((from_nearer_end, from_other_end), near, p // 2, each)
+    # So far, micro-batches from each end are numbered from 0. The ones that enter at rank p-1 get the later numbers.
     return [action if action.stage == r else action._replace(micro_batch=action.micro_batch + each)
-            for action in actions]  # those that enter at the last rank have the later numbers
+            for action in actions]
 
 
-def dual(near: int, middle: int, m: int) -> list[tuple[str, int]]:
-    """The eight steps of DualPipe for a rank with the stages `near` and 2 middle - 1 - near, where `middle` is half of
-    their number. A forward and the backward after it may run at the same time; here they do not."""
-    far = middle - near - 1
-    return [("F0", 2 * far), ("F0 F1", near + 1), ("I1 W F1", far),  # warm-up
-            ("F0 B1 F1 B0", m - middle - far),  # steady
-            ("B1 F1 B0", far), ("B1 B0", (near + 1) // 2), ("B1 I0", (near + 1) % 2), ("I1 I0", (near + 1) // 2),
-            ("W I0", far), ("W", near + 1)]  # drain
+def dual_pipe_steps(stages: tuple[int, int], near: int, half: int, m: int) -> list[Action]:
+    """The eight steps of DualPipe, numbered as in its repository, for m micro-batches of each chunk.
 
+    near: this rank's distance from the end where chunk 0 begins. half: the ranks on the way from there to the turn (of
+    DualPipeV) or to the middle (of DualPipe). In step 4, the repository runs each forward and the backward after it as
+    one action; here they are separate.
+    """
+    order, far = TwoChunkOrder(stages, m), half - 1 - near  # far: the distance from the turn
+    order.repeat(2 * far, "F0")                     # step 1, warmup
+    order.repeat(near + 1, "F0 F1")                 # step 2
+    order.repeat(far, "I1 W F1")                    # step 3
+    order.repeat(m - half - far, "F0 B1 F1 B0")     # step 4, steady: all forwards of chunk 0 that are left
+    order.repeat(far, "B1 F1 B0")                   # step 5, cooldown: all forwards of chunk 1 that are left
+    order.repeat((near + 1) // 2, "B1 B0")          # step 6: 2(near + 1) backwards, the second half of them split
+    order.repeat((near + 1) % 2, "B1 I0")
+    order.repeat((near + 1) // 2, "I1 I0")
+    order.repeat(far, "W I0")                       # step 7
+    order.repeat(near + 1, "W")                     # step 8
+    return order.actions
+
+
+# ---- the table of schedules, and a plan -----------------------------------------------------------------------------
+# To add a schedule, write a function that returns the order of one rank, and add it to SCHEDULES. make_plan refuses an
+# order that lacks an action, and says which.
 
 class Schedule(NamedTuple):
-    """A schedule and what it needs."""
-    order: Callable[[int, int, int, int, int], list[Action]]  # (r, p, m, v, n) -> what rank r does
+    """A schedule and its requirements."""
+    order: Callable[[int, int, int, int, int], list[Action]]  # (r, p, m, v, n) -> the order of rank r
     chunks: int = 1  # model chunks per rank
-    grouped: bool = False  # any number of chunks will do, too, gone through in groups of n micro-batches
+    grouped: bool = False  # any other number of chunks is allowed, too; micro-batches go through them in groups of n
     least: int = 0  # the fewest micro-batches, per rank
     v_shaped: bool = False  # a rank's second stage counts from the end: the last stage is on the rank of the first
     runs: bool = True  # whether training offers it; otherwise it is only drawn
@@ -146,31 +296,30 @@ class Schedule(NamedTuple):
         return self.grouped or chunks == self.chunks
 
     def rank_of(self, stage: int, p: int) -> int:
-        """The rank of a stage, of a schedule that runs: stages go round the ranks or, in a V, to and fro."""
+        """The rank of a stage, of a schedule that runs. Stages go round the ranks, 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0.
+        """
         turn, r = divmod(stage, p)
         return p - 1 - r if self.v_shaped and turn % 2 else r
 
 
 SCHEDULES = {
-    "afab": Schedule(lambda r, p, m, v, n: alternating(r, p, m, v, n, warmup=m)),
-    "1f1b": Schedule(lambda r, p, m, v, n: alternating(r, p, m, v, n, warmup=p - 1 - r)),
-    "interleaved": Schedule(lambda r, p, m, v, n: alternating(
-        r, p, m, v, n, warmup=p - 1 - r if v == 1 else 2 * (p - 1 - r) + (v - 1) * n), chunks=2, grouped=True),
-    "zb-h1": Schedule(lambda r, p, m, v, n: alternating(r, p, m, v, n, warmup=p - 1 - r, lag=r)),
-    "zb-h2": Schedule(lambda r, p, m, v, n: alternating(r, p, m, v, n, warmup=2 * (p - 1 - r), lag=2 * r), runs=False),
-    "zb1p": Schedule(lambda r, p, m, v, n: alternating(r, p, m, v, n, warmup=p - 1 - r + (v - 1) * n, lag=r),
-                     chunks=2, grouped=True),
-    "zb-v": Schedule(lambda r, p, m, v, n: zb_v(r, p, m), chunks=2, v_shaped=True),
-    "dualpipev": Schedule(lambda r, p, m, v, n: two_chunks((r, 2 * p - 1 - r), m, dual(r, p, m)), chunks=2, least=2,
-                          v_shaped=True),
-    "dualpipe": Schedule(lambda r, p, m, v, n: dual_pipe(r, p, m), chunks=2, least=2, runs=False),
+    "afab": Schedule(afab),
+    "1f1b": Schedule(one_chunk_1f1b),
+    "interleaved": Schedule(interleaved, chunks=2, grouped=True),
+    "zb-h1": Schedule(zb_h1),
+    "zb-h2": Schedule(zb_h2, runs=False),
+    "zb1p": Schedule(zb1p, chunks=2, grouped=True),
+    "zb-v": Schedule(zb_v, chunks=2, v_shaped=True),
+    "dualpipev": Schedule(dual_pipe_v, chunks=2, least=2, v_shaped=True),
+    "dualpipe": Schedule(dual_pipe, chunks=2, least=2, runs=False),
 }
 
 
 def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
-    """The plan of a schedule for p ranks and m micro-batches. v: model chunks per rank, by default as many as the
-    schedule has. n: micro-batches per group, by default as few as possible: that holds least, and takes no longer.
+    """Make the plan of a schedule for p ranks and m micro-batches.
 
+    v: model chunks per rank. 0 means as many as the schedule has by default.
+    n: micro-batches per group. 0 means as few as possible, which holds the fewest activations and takes no longer.
     Raises ValueError, with what would work, for an unknown schedule or numbers with which it does not work.
     """
     if min(p, m) < 1 or min(v, n) < 0:
@@ -182,20 +331,34 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     if not chosen.allows(v):
         any_number = " and ".join(name for name, needed in SCHEDULES.items() if needed.grouped)
         raise ValueError(f"{v} model chunks per rank: schedule {schedule} has {chosen.chunks}, {any_number} any")
-
-    def never_stuck(group: int) -> bool:  # at least p micro-batches in each group, the last one, too, or all in one
-        return group == m or (group >= p and (m % group == 0 or m % group >= p))
-
-    n = min(n, m) or next(group for group in range(1, m + 1) if never_stuck(group))
-    if v > 1 and chosen.grouped and not never_stuck(n):
+    if n == 0:
+        n = smallest_group(p, m)
+    n = min(n, m)  # a batch ramp may begin with fewer micro-batches than a group has
+    if v > 1 and chosen.grouped and not groups_end(n, p, m):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
     if m < chosen.least * p:
         raise ValueError(f"{m} micro-batches: schedule {schedule} needs at least {chosen.least * p} on {p} ranks")
     ranks = [chosen.order(r, p, m, v, n) for r in range(p)]
-    plan = Plan(ranks, {(stage, k): r for r, actions in enumerate(ranks) for op, stage, k in actions if op == "F"})
+    owner = {(stage, k): r for r, actions in enumerate(ranks) for op, stage, k in actions if op == "F"}
+    plan = Plan(ranks, owner)
     check_plan(plan, schedule, m, v)
     return plan
+
+
+def groups_end(n: int, p: int, m: int) -> bool:
+    """Whether groups of n micro-batches can go through several chunks. When a group enters its next chunk on rank 0,
+    its first micro-batch must have left rank p-1: so every group, the last one too, has at least p, or all are in one.
+    """
+    last = m % n
+    return n == m or (n >= p and (last == 0 or last >= p))
+
+
+def smallest_group(p: int, m: int) -> int:
+    for n in range(p, m):
+        if groups_end(n, p, m):
+            return n
+    return m
 
 
 def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
@@ -223,47 +386,61 @@ def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
 
 
 def plan_of(grid, micro_batches: int) -> Plan:
-    """The plan of a config.Grid. Raises ValueError as `make_plan` does."""
+    """Make the plan of a config.Grid. Raises ValueError as `make_plan` does."""
     return make_plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.virtual_stages)
 
 
 # ---- sends and receives ---------------------------------------------------------------------------------------------
 
 class Transfer(NamedTuple):
-    """A send to, or receive from, another rank of what one of its ends needs next."""
+    """A send to another rank, or a receive from it, of something that its receiver needs next."""
     op: str  # "send" or "receive"
     what: str  # "F": an activation; "B": a gradient
-    stage: int  # the stage that needs it
+    stage: int  # the stage that needs it, on the receiving rank
     micro_batch: int
     peer: int  # the rank at the other end
 
 
 def required_results(action: Action, stages: int) -> set[Action]:
-    """The results that an action cannot start without."""
+    """The results that must exist before an action can start, each named by `Action.result`."""
     op, stage, k = action
-    needs = {"F": [("F", stage - 1)], "W": [("B", stage)]}.get(op, [("F", stage), ("B", stage + 1)])  # B and I
-    return {Action(what, other, k) for what, other in needs if 0 <= other < stages}
+    needs = set()
+    if op == "F":
+        if stage > 0:
+            needs.add(Action("F", stage - 1, k))
+    elif op == "W":
+        needs.add(Action("B", stage, k))  # its own I
+    else:  # B and I
+        needs.add(Action("F", stage, k))
+        if stage < stages - 1:
+            needs.add(Action("B", stage + 1, k))
+    return needs
 
 
 def send_of(plan: Plan, r: int, action: Action) -> Transfer | None:
-    """What rank r sends after an action; None if nobody needs the result, or this rank itself."""
+    """What rank r sends after an action; None if nobody needs the result, or if this rank itself does."""
     what, stage, k = action.result
-    to = {"F": stage + 1, "B": stage - 1, "W": -1}[what]  # nobody needs the result of a W
-    peer = plan.owner.get((to, k), r)
-    return None if peer == r else Transfer("send", what, to, k, peer)
+    if what == "W":
+        return None
+    receiving_stage = stage + 1 if what == "F" else stage - 1
+    peer = plan.owner.get((receiving_stage, k), r)  # the last activation and the first gradient have no receiver
+    return None if peer == r else Transfer("send", what, receiving_stage, k, peer)
 
 
 def in_turns(plan: Plan) -> list[tuple[int, Action, Transfer | None]]:
-    """All actions of a plan, each after all that it needs: (rank, action, what the rank then sends). Ranks take turns,
-    each with its next action if that can start. Raises ValueError, naming ranks and actions, if none can."""
-    turns, done, stages = [], set(), plan.stages
+    """All actions of a plan in an order in which they can run one by one: (rank, action, its send).
+
+    Ranks take turns, each with its next action if that can start. Raises ValueError, naming ranks and actions, if none
+    can.
+    """
+    turns, results, stages = [], set(), plan.stages
     waiting = [deque(actions) for actions in plan.ranks]
     while any(waiting):
         before = len(turns)
         for r, actions in enumerate(waiting):
-            if actions and required_results(actions[0], stages) <= done:
+            if actions and required_results(actions[0], stages) <= results:
                 action = actions.popleft()
-                done.add(action.result)
+                results.add(action.result)
                 turns.append((r, action, send_of(plan, r, action)))
         if len(turns) == before:
             stuck = ", ".join(f"rank {r} cannot start {actions[0]}" for r, actions in enumerate(waiting) if actions)
@@ -272,10 +449,11 @@ def in_turns(plan: Plan) -> list[tuple[int, Action, Transfer | None]]:
 
 
 def with_transfers(plan: Plan) -> list[list[Action | Transfer]]:
-    """The ranks' lists of a plan with sends and receives, each entered on both ranks right after what it sends is made.
+    """The order of each rank with its sends and receives.
 
-    So any two ranks have their transfers in the same order, as NCCL needs: it matches them by order, and one may block
-    the next. Raises ValueError if ranks wait for each other for ever.
+    A transfer joins the lists of both its ranks as soon as its tensor exists. So any two ranks have their transfers in
+    the same order. NCCL needs this: it matches transfers by their order, and one may block the next. Raises ValueError
+    if ranks wait for each other for ever.
     """
     lists = [[] for _ in plan.ranks]
     for r, action, send in in_turns(plan):
@@ -289,10 +467,11 @@ def with_transfers(plan: Plan) -> list[list[Action | Transfer]]:
 # ---- time and memory ------------------------------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """Times of a stage, for one micro-batch, in any unit. Of v model chunks each takes 1/v of a rank's time."""
+    """The times of a stage for one micro-batch, in any unit. With v chunks per rank, a stage takes 1/v of the rank's
+    time."""
     forward: float = 1.0
-    input: float = 1.0  # the half of backward that gives the gradient of the input
-    weight: float = 1.0  # the half that gives that of the weights
+    input: float = 1.0  # I, the half of a backward that computes the gradient of the input
+    weight: float = 1.0  # W, the half that computes the gradients of the weights
     hop: float = 0.0  # sending a result to another rank
 
     def of(self, op: str) -> float:
@@ -300,6 +479,7 @@ class Costs(NamedTuple):
 
 
 class Span(NamedTuple):
+    """When an action runs."""
     action: Action
     start: float
     stop: float
@@ -307,8 +487,11 @@ class Span(NamedTuple):
 
 def simulate(plan: Plan, costs: Costs | Sequence[Costs] | None = None,
              turns: list[tuple[int, Action, Transfer | None]] | None = None) -> list[list[Span]]:
-    """When each rank does what, if each action, in order, starts as soon as it can. costs: of every stage, or one for
-    all of them. turns: in_turns(plan), if it is known. Raises ValueError as `in_turns`."""
+    """For each rank, when its actions run if each starts as soon as it can, in the plan's order.
+
+    costs: of every stage, or one for all of them. turns: in_turns(plan), if the caller has it. Raises ValueError as
+    `in_turns` does.
+    """
     if costs is None or isinstance(costs, Costs):
         costs = [costs or Costs()] * plan.stages
     seconds = [{op: cost.of(op) for op in "FBIW"} for cost in costs]
@@ -326,11 +509,53 @@ def simulate(plan: Plan, costs: Costs | Sequence[Costs] | None = None,
 
 
 def bubble(spans: list[list[Span]]) -> float:
-    """The longest time that a rank is idle, from time 0 to the last stop of all ranks."""
+    """The time for which the rank that works least is idle, from time 0 to the last stop of all ranks."""
     end = max(row[-1].stop for row in spans)
     return end - min(sum(span.stop - span.start for span in row) for row in spans)
 
 
 def activations_held(actions: list[Action]) -> list[int]:
-    """Activations after each action, in those of one stage and micro-batch. An I, half a backward, frees none."""
+    """How many activations a rank holds after each action, counted per stage and micro-batch. A split backward frees
+    its activation in W."""
     return list(accumulate(dict(F=1, B=-1, I=0, W=-1)[action.op] for action in actions))
+
+
+# ---- demo: python schedules.py --------------------------------------------------------------------------------------
+
+def demo() -> None:
+    """All schedules to one scale. python -m run.timeline draws them for other numbers, in color or as SVG."""
+    p, m = 4, 8
+    print(f"{p} ranks, {m} micro-batches. F, I and W of a whole rank take one unit of time, two characters wide;\n"
+          "B = I + W takes two. The digit is the micro-batch. If a rank has two chunks, each takes half as long,\n"
+          "and the second is in lower case. Dots are the bubble: on the right as a time and in both conventions.\n")
+    for name in SCHEDULES:
+        plan = make_plan(name, p, m)
+        spans = simulate(plan, Costs(*[p / plan.stages] * 3))
+        end, idle = max(row[-1].stop for row in spans), bubble(spans)
+        notes = [f"idle {idle:g} of {end:g}", f"{idle / end:.0%} of the step",
+                 f"{idle / (end - idle):.0%} of the computation"] + [""] * (p - 3)
+        for r, (row, note) in enumerate(zip(spans, notes)):
+            print(f"{name if r == 0 else '':12s}{r}  {picture(row, end, plan.stages == p):68s}{note}".rstrip())
+
+
+def picture(row: list[Span], end: float, numbered: bool) -> str:
+    """One rank's actions, two characters per unit of time. numbered: with the micro-batches' numbers."""
+    line, first_stage = "", row[0].action.stage
+    for (op, stage, k), start, stop in row:
+        name = op if stage == first_stage else op.lower()
+        if numbered:
+            name += str(k)
+        line = line.ljust(round(2 * start), ".") + name.ljust(round(2 * (stop - start)), "-")
+    return line.ljust(round(2 * end), ".")
+
+
+if __name__ == "__main__":
+    import sys
+
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(__doc__)
+    elif sys.argv[1:]:
+        print(f"schedules.py: error: unrecognized arguments: {' '.join(sys.argv[1:])}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        demo()

@@ -76,7 +76,7 @@ PUZZLES = {
         "Start to send what you have and to receive the previous rank's before you yield.",)),
     "engine": Puzzle("pp.py", "Engine.run", "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans", (
         "For each item of this rank's program: receive, compute, send; wait for the sends at the end.",)),
-    "1f1b": Puzzle("schedules.py", "alternating", "tests/test_pp.py::test_four_ranks_as_drawn_by_hand", (
+    "1f1b": Puzzle("schedules.py", "one_f_one_b", "tests/test_pp.py::test_four_ranks_as_drawn_by_hand", (
         "Some forwards of warmup, then forward and backward in turns, then the backwards that are left.",)),
     "bubble": Puzzle("schedules.py", "bubble", "tests/test_pp.py::test_bubbles_are_those_of_the_formulas", (
         "The rank that works least is idle for the rest of the step.",)),
