@@ -20,6 +20,9 @@ SHOWN = [  # file, ranks, what some line has
     ("tp", 1, ["sent: 0 x", "Relative difference: "]),
     ("pp", 1, ["afab: a rank is idle for 9 of 27 units", "1f1b: a rank is idle for 9 of 27 units",
                "zb-h1: a rank is idle for 3 of 21 units"]),  # 3 (p - 1) of 3 (m + p - 1), and a third of it
+    ("schedules", 1, ["afab        0  F0F1F2", "idle 9 of 33\n", "27% of the step\n",
+                      "38% of the computation\n",  # 9 / (33 - 9)
+                      "idle 4.5 of 28.5\n", "idle 3 of 27\n"]),  # half of 9 with two chunks; (p - 1)(F + I - W)
     ("ep", 2, ["rank 0 has tokens a b c    copies that it sends to each rank: [2, 2]",  # the figure of ep.py
                "rank 1 has tokens d e      copies that it sends to each rank: [1, 2]",
                "expert 0, on rank 0, reads a c\n", "expert 1, on rank 0, reads c d\n",
