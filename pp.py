@@ -1,109 +1,117 @@
-"""Pipeline parallelism: layers are split into stages; micro-batches flow through them, forward, then backward.
+"""Pipeline parallelism: layers are split into stages, and micro-batches flow through them, forward, then backward.
 
-Saves: all but 1/p of weights, gradients, optimizer state and work; little is sent: one activation per stage boundary.
-Costs: ranks wait while the pipeline fills and drains (the bubble), and hold activations of several micro-batches.
-Stops helping when: there are not many more micro-batches than ranks, or layers cannot be split into equal work.
+    rank 0, stage 0    F0 F1 F2 F3                   B0    B1    B2    B3            time ──►
+    rank 1, stage 1       F0 F1 F2 F3          B0    B1    B2    B3
+    rank 2, stage 2          F0 F1 F2 F3 B0    B1    B2    B3
 
-The order of a rank's forwards and backwards decides when it waits. schedules.py gives that order as data, a list of
-(op, stage, micro-batch) for each rank; one engine runs all that have one direction. On three ranks with four
-micro-batches, forwards numbered and backwards in brackets:
+    F2: the forward of micro-batch 2, which receives an activation from the previous stage, and sends one to the next
+    B2: its backward, which receives the activation's gradient from the next stage, and sends one to the previous
 
-    afab    1  2  3  4             (1)(2)(3)(4)        1f1b    1  2  3       (1) 4 (2)   (3)   (4)
-               1  2  3  4       (1)(2)(3)(4)                      1  2    (1) 3 (2) 4 (3)   (4)
-                  1  2  3  4 (1)(2)(3)(4)                            1 (1) 2 (2) 3 (3) 4 (4)
+A rank computes its own layers only. The batch is split into micro-batches so that all ranks can compute at the same
+time, each on a different micro-batch. The blanks are the bubble: ranks wait while the pipeline fills and drains.
 
-In both, ranks wait equally long, but 1f1b holds the activations of three micro-batches at most, not of all.
+`all_forward_all_backward` is this figure in code. The order of a rank's forwards and backwards decides how long it
+waits and how many activations it holds. schedules.py has better orders. They are data: a Plan has a list of actions for
+each rank. The `Engine` below runs any plan in which all micro-batches enter at stage 0.
+
+    p    pipeline ranks
+    m    micro-batches per step
+
+Saves: each rank has 1/p of the weights, gradients, optimizer state and work. It sends little: one activation and one
+    gradient per micro-batch and stage boundary.
+Costs: the bubble, and activations of several micro-batches at once (schedules.py has formulas for both).
+Stops helping when: m is not much larger than p, or the layers cannot be split into stages of equal work.
 
 What is easily got wrong:
-- The loss is divided once, in the last stage, by the number of tokens of the global batch; no stage scales gradients.
-- Two ranks must issue their transfers in the same order, or both wait for ever: schedules.with_transfers enters both
-  at once.
-- A receive holds up all later work of its process group until its sender comes: each directed pair of ranks that
-  exchanges has a group of its own (core/collectives.py: Group.links). With one group for all an interleaved step of 8
+- The loss is divided once, in the last stage, by the number of tokens of the global batch. No stage scales gradients.
+- Two ranks must issue their transfers in the same order, or both wait for ever. schedules.with_transfers puts a send
+  and its receive into both lists at once.
+- A receive blocks all later work of its process group until its sender comes. So each directed pair of ranks that
+  exchanges has a group of its own (core/collectives.py: Group.links). With one group for all, an interleaved step of 8
   ranks, two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
-- Only the next stage needs a stage's output: the engine saves its edge in the graph alone and drops the output.
-- A split backward has two actions. I computes the gradient of the input and queues the weight gradients. W computes
-  the queued weight gradients (core/gradients.py).
-- A tied embedding's gradients in the first and in the last stage are added after their data parallel ones (zero.py).
+- Only the next stage needs a stage's output. Backward needs only the output's edge in autograd's graph, so the engine
+  keeps the edge and frees the output.
+- A tied embedding has a gradient in the first stage and one in the last. They are added after each has been summed over
+  data parallel ranks (zero.py).
 
 Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (halves of a backward).
-Shapes: p ranks, m micro-batches.
 """
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from core.collectives import ALONE, Group, done, receive, run_demo, send
+from core.collectives import ALONE, Group, Pending, done, receive, run_demo, send
 from core.gradients import backward_input, backward_weight, queued_keys
-from schedules import Action, Plan, Transfer, bubble, make_plan, simulate, with_transfers
+from schedules import Action, Plan, Transfer, in_turns, make_plan, with_transfers
 
-# ---- the engine -----------------------------------------------------------------------------------------------------
+# A stage's forward: (stage, micro-batch, x) -> y.
+# x: the activation from the previous stage; None in the first stage.
+# y: the activation for the next stage; in the last stage the loss.
+Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
+
+
+# ---- plain: all forward, all backward -------------------------------------------------------------------------------
+
+def all_forward_all_backward(forward: Forward, micro_batches: int, shape: tuple[int, ...], dtype: torch.dtype,
+                             group: Group) -> None:
+    """Run the forwards and backwards of a step, with one stage per rank. shape, dtype: an activation's."""
+    me, last, saved = group.rank, group.size - 1, []
+    for k in range(micro_batches):
+        x = None
+        if me > 0:
+            x = receive(torch.empty(shape, dtype=dtype), me - 1, group).wait().requires_grad_()
+        y = forward(me, k, x)
+        if me < last:
+            send(y.detach(), me + 1, group).wait()
+        saved.append((x, y))
+    for x, y in saved:
+        grad = None
+        if me < last:
+            grad = receive(torch.empty(shape, dtype=dtype), me + 1, group).wait()
+        y.backward(grad)
+        if me > 0:
+            send(x.grad, me - 1, group).wait()
+
+
+# ---- an action ------------------------------------------------------------------------------------------------------
 
 def profile_range(name: str | Action) -> AbstractContextManager:
-    """Within this context operations have this name in a trace. Without a running profiler it adds no operation."""
+    """Give the operations within this context a name in a trace. Without a running profiler this adds no operation."""
     return record_function(str(name)) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-class Engine:
-    """Runs one rank's part of any plan; a plan of one stage, without a group, is gradient accumulation.
+class ActionRunner:
+    """Runs single actions of a rank, which may have several stages, and keeps tensors until the action that uses them.
 
-    around: around(action) is a context that an action runs in, once it has what it needs; run/dryrun.py measures so.
+    This changes the two loop bodies above: a backward may be split into its halves I and W, and a stage's output is
+    freed, except for its edge in the graph. A runner sends nothing. Results lie in `inputs` until the engine sends
+    them, or until this rank's own next stage takes them.
+    around: around(action) is a context in which the action runs once it has its inputs; run/dryrun.py measures there.
     """
 
-    def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
-                 around: Callable[[Action], AbstractContextManager] = profile_range):
-        me, lists = group.rank, with_transfers(plan)
-        self.items, self.last_stage = lists[me], plan.stages - 1
-        self.group, self.device, self.around = group, device, around
-        # NCCL otherwise builds a pair's communicator at its first transfer, where both ranks must meet: in a schedule's
-        # order, ranks could wait in a circle. So every pair sends a word now, in one order on all ranks.
-        pairs = {(r, item.peer) for r, items in enumerate(lists) for item in items
-                 if isinstance(item, Transfer) and item.op == "send"}
-        for source, target in sorted(pairs):
-            word = torch.zeros(1, device=device)
-            if me == source:
-                send(word, target, group).wait()
-            elif me == target:
-                receive(word, source, group).wait()
+    def __init__(self, last_stage: int, around: Callable[[Action], AbstractContextManager] = profile_range):
+        self.last_stage, self.around = last_stage, around
+        self.begin_step()
 
-    def run(self, forward: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Run the forwards and backwards of a step.
-
-        forward(stage, micro-batch, x) -> y: x is None in the first stage; y is the loss in the last stage, which only
-        `forward` may keep. shape, dtype: those of x and y between stages.
-        """
-        self.graphs = {}  # (stage, micro-batch) -> (input, the output's edge in the graph), from forward to backward
-        self.inputs = {}  # ("F" or "B", the stage that needs it, micro-batch) -> Pending: computed here, or received
-        self.sending = []
-        for item in self.items:
-            self.sending = [pending for pending in self.sending if not pending.completed()]  # frees what was sent
-            if isinstance(item, Transfer):
-                self.transfer(item, shape, dtype)
-            else:
-                self.compute(item, forward)
-        for pending in self.sending:
-            pending.wait()
-        assert not (self.graphs or self.inputs or queued_keys()), "something was computed that nobody used"
+    def begin_step(self) -> None:
+        # From forward to backward: (stage, micro-batch) -> (input, the output's edge in the graph).
+        self.graphs = {}
+        # ("F" or "B", the stage that needs it, micro-batch) -> a Pending of an activation, or of a gradient, that was
+        # computed here or is being received.
+        self.inputs = {}
 
     def take(self, what: str, stage: int, k: int) -> torch.Tensor:
-        """The activation "F" or gradient "B" for a stage, to use or to send; waits for it if it is being received."""
+        """Remove an activation ("F") or a gradient ("B") from `inputs`. Waits for it if it is being received."""
         return self.inputs.pop((what, stage, k)).wait()
 
-    def transfer(self, item: Transfer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        op, what, stage, k, peer = item
-        if op == "send":
-            self.sending.append(send(self.take(what, stage, k).contiguous(), peer, self.group))
-        else:
-            x = torch.empty(shape, dtype=dtype, device=self.device)
-            self.inputs[what, stage, k] = receive(x, peer, self.group)
-
-    def compute(self, action: Action, forward: Callable) -> None:
+    def compute(self, action: Action, forward: Forward) -> None:
+        """Run an action: F, B, I or W of one stage and one micro-batch k."""
         op, stage, k = action
-        x = grad = None  # what the action waits for
+        x = grad = None  # the inputs that the action waits for
         if op == "F" and stage > 0:
             x = self.take("F", stage, k).requires_grad_(torch.is_grad_enabled())
         if op in "BI" and stage < self.last_stage:
@@ -115,29 +123,88 @@ class Engine:
                     self.graphs[stage, k] = x, get_gradient_edge(y)
                 if stage < self.last_stage:
                     self.inputs["F", stage + 1, k] = done(y.detach())
-            elif op == "W":
+            elif op == "W":  # computes the weight gradients that I has queued (core/gradients.py)
                 backward_weight((stage, k))
             else:
                 saved_x, edge = self.graphs.pop((stage, k))
-                if op == "I":
+                if op == "I":  # computes the gradient of x, and queues the weight gradients
                     backward_input((stage, k), edge, grad)
                 else:
                     torch.autograd.backward(edge, grad)
-                if stage:
+                if stage > 0:
                     self.inputs["B", stage - 1, k] = done(saved_x.grad)
 
 
-ONE_STAGE = partial(make_plan, "1f1b", 1)  # number of micro-batches -> the plan of one rank with all layers
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+class Engine(ActionRunner):
+    """Runs one rank's part of any plan. A plan of one stage, without a group, is gradient accumulation.
+
+    This changes the plain version's order, from two loops to the plan's list, and its transfers, which are now
+    asynchronous. A rank issues a receive where the plan has it, and waits only before the action that needs the tensor.
+    """
+
+    def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
+                 around: Callable[[Action], AbstractContextManager] = profile_range):
+        super().__init__(plan.stages - 1, around)
+        self.group, self.device = group, device
+        lists = with_transfers(plan)
+        self.items = lists[group.rank]  # actions and transfers, in order
+        self.connect(lists)
+
+    def connect(self, lists: list[list[Action | Transfer]]) -> None:
+        """Send a word between every two ranks that will exchange, in one order on all ranks.
+
+        NCCL otherwise builds a pair's communicator at its first transfer, where both ranks must meet: in a schedule's
+        order, ranks could wait in a circle.
+        """
+        pairs = set()
+        for source, items in enumerate(lists):
+            for item in items:
+                if isinstance(item, Transfer) and item.op == "send":
+                    pairs.add((source, item.peer))
+        for source, target in sorted(pairs):
+            word = torch.zeros(1, device=self.device)
+            if self.group.rank == source:
+                send(word, target, self.group).wait()
+            elif self.group.rank == target:
+                receive(word, source, self.group).wait()
+
+    def run(self, forward: Forward, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Run the forwards and backwards of a step.
+
+        forward: it may keep the loss, which the engine does not. shape, dtype: an activation's.
+        """
+        self.begin_step()
+        sending = []
+        for item in self.items:
+            sending = [pending for pending in sending if not pending.completed()]  # frees tensors that have left
+            if isinstance(item, Action):
+                self.compute(item, forward)
+            elif item.op == "send":
+                sending.append(self.start_send(item))
+            else:
+                self.start_receive(item, shape, dtype)
+        for pending in sending:
+            pending.wait()
+        assert not (self.graphs or self.inputs or queued_keys()), "something was computed that nobody used"
+
+    def start_send(self, item: Transfer) -> Pending:
+        result = self.take(item.what, item.stage, item.micro_batch)
+        return send(result.contiguous(), item.peer, self.group)
+
+    def start_receive(self, item: Transfer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        self.inputs[item.what, item.stage, item.micro_batch] = receive(x, item.peer, self.group)
 
 
 class Pipeline:
-    """An engine for each number of micro-batches that a step has had so far. A batch ramp changes this number.
+    """The engines of a run: one for each number of micro-batches that a step has had so far (a batch ramp changes it).
 
-    plan_of: number of micro-batches -> plan.
+    plan_of: number of micro-batches -> the schedule's plan.
     """
 
-    def __init__(self, plan_of: Callable[[int], Plan] = ONE_STAGE, group: Group = ALONE,
-                 device: torch.device | str = "cpu"):
+    def __init__(self, plan_of: Callable[[int], Plan], group: Group, device: torch.device | str):
         self.plan_of, self.group, self.device = plan_of, group, device
         self.engines: dict[tuple[int, bool], Engine] = {}
 
@@ -156,18 +223,46 @@ class Pipeline:
 # ---- demo: python pp.py ---------------------------------------------------------------------------------------------
 
 def demo() -> None:
-    """Three schedules to one scale, as simulated. python -m run.timeline draws all of them."""
-    for name in "afab", "1f1b", "zb-h1":
-        plan = make_plan(name, 4, 6)
-        spans = simulate(plan)
-        end, idle = max(row[-1].stop for row in spans), bubble(spans)
-        print(f"{name}: a rank is idle for {idle:g} of {end:g} units of time, {idle / end:.0%} of the step, or "
-              f"{idle / (end - idle):.0%} of what it computes")  # 1F1B: (p-1)/(m+p-1) or (p-1)/m
-        for row in spans:
-            line = ""
-            for action, start, _ in row:
-                line = line.ljust(3 * round(start)) + f"{action.op}{action.micro_batch}"
-            print("    " + line)
+    """Two ranks with two stages each, in one process: their actions run one by one, in an order that the plan allows.
+
+    python schedules.py draws such plans over time.
+    """
+    p, m = 2, 4
+    plan = make_plan("interleaved", p, m)
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, dtype=torch.float64) for _ in range(plan.stages)]
+    batch = torch.randn(m, 16, 8, dtype=torch.float64)
+
+    def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        y = torch.tanh(layers[stage](batch[k] if x is None else x))
+        return y.square().sum() / batch.numel() if stage == plan.stages - 1 else y
+
+    ranks = [ActionRunner(plan.stages - 1) for _ in range(p)]
+    sends = []
+    for r, action, transfer in in_turns(plan):
+        ranks[r].compute(action, forward)
+        if transfer:
+            _, what, stage, k, peer = transfer
+            ranks[peer].inputs[what, stage, k] = done(ranks[r].take(what, stage, k))
+            sends.append((r, what))
+    in_pipeline = torch.stack([layer.weight.grad for layer in layers])
+
+    for layer in layers:
+        layer.weight.grad = None
+    loss = torch.tanh(layers[3](torch.tanh(layers[2](torch.tanh(layers[1](torch.tanh(layers[0](batch))))))))
+    (loss.square().sum() / batch.numel()).backward()
+    plain = torch.stack([layer.weight.grad for layer in layers])
+
+    print(f"{plan.stages} stages, one layer each, on {p} ranks; {m} micro-batches. F2.1 is the forward of stage 2 for "
+          "micro-batch 1.\n")
+    for r, actions in enumerate(plan.ranks):
+        print(f"    rank {r}  {' '.join(map(str, actions))}")
+    print()
+    for r in range(p):
+        print(f"    rank {r}  sent {sends.count((r, 'F')):2d} activations, {sends.count((r, 'B')):2d} gradients")
+    difference = (in_pipeline - plain).abs().max() / plain.abs().max()
+    print("\nGradients of the four layers, beside those of the whole batch in one model.\n"
+          f"Relative difference: {difference:.0e}")
 
 
 if __name__ == "__main__":
