@@ -18,8 +18,9 @@ SHOWN = [  # file, ranks, what some line has
     ("tp", 2, ["64 tokens between pairs   sent: 4 x", "32 tokens between pairs   sent: 5 x",
                "Relative difference: "]),  # 5: backward gathers X again
     ("tp", 1, ["sent: 0 x", "Relative difference: "]),
-    ("pp", 1, ["afab: a rank is idle for 9 of 27 units", "1f1b: a rank is idle for 9 of 27 units",
-               "zb-h1: a rank is idle for 3 of 21 units"]),  # 3 (p - 1) of 3 (m + p - 1), and a third of it
+    ("pp", 1, ["4 stages, one layer each, on 2 ranks; 4 micro-batches.",
+               "rank 0  sent  8 activations,  4 gradients",  # of 4 micro-batches, from stages 0 and 2, and from stage 2
+               "rank 1  sent  4 activations,  8 gradients", "Relative difference: "]),
     ("schedules", 1, ["afab        0  F0F1F2", "idle 9 of 33\n", "27% of the step\n",
                       "38% of the computation\n",  # 9 / (33 - 9)
                       "idle 4.5 of 28.5\n", "idle 3 of 27\n"]),  # half of 9 with two chunks; (p - 1)(F + I - W)

@@ -445,6 +445,62 @@ def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
         assert seen[-1] == (0, 0.0)
 
 
+STAGES, WIDTH, ROWS = 4, 6, 8  # of a model of one layer per stage
+
+
+def layers_and_batch() -> tuple[list[torch.nn.Linear], torch.Tensor, int]:
+    """The same on every rank; with the number of micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(STAGES)]
+    for layer in layers:
+        for weight in layer.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    m = 8
+    return layers, torch.randn(m, ROWS, WIDTH, generator=generator, dtype=torch.float64), m
+
+
+def trained_in_stages(schedule: str) -> dict[int, list[torch.Tensor]]:
+    """This rank's stages -> their weights and biases after three steps. schedule: "plain" for the plain pipeline."""
+    layers, batch, m = layers_and_batch()
+    group = grids.everyone()
+    plan = None if schedule == "plain" else make_plan(schedule, group.size, m)
+    owned = [stage for stage in range(STAGES) if (plan.owner[stage, 0] if plan else stage) == group.rank]
+    optimizer = torch.optim.SGD([weight for stage in owned for weight in layers[stage].parameters()], lr=0.1)
+
+    def forward(stage, k, x):
+        y = torch.tanh(layers[stage](batch[k] if stage == 0 else x))
+        return y.square().sum() / batch.numel() if stage == STAGES - 1 else y
+
+    engine = pp.Engine(plan, group) if plan else None
+    for _ in range(3):
+        optimizer.zero_grad()
+        if plan:
+            engine.run(forward, (ROWS, WIDTH), torch.float64)
+        else:
+            pp.all_forward_all_backward(forward, m, (ROWS, WIDTH), torch.float64, group)
+        optimizer.step()
+    return {stage: [weight.detach() for weight in layers[stage].parameters()] for stage in owned}
+
+
+@pytest.mark.parametrize("schedule", ["plain", *EXECUTED])
+def test_layers_trained_in_stages_are_those_trained_in_one_process(pool, schedule):
+    """By the plain pipeline and by the engine; the reference is the whole batch through all layers, in plain torch."""
+    layers, batch, m = layers_and_batch()
+    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.Tanh())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(batch).square().sum() / batch.numel()).backward()
+        optimizer.step()
+    ranks = STAGES if schedule == "plain" else STAGES // SCHEDULES[schedule].chunks
+    trained = {stage: weights for found in pool.run(ranks, "test_pp:trained_in_stages", schedule=schedule)
+               for stage, weights in found.items()}
+    initial, *_ = layers_and_batch()
+    for stage, layer in enumerate(layers):
+        for found, want, before in zip(trained[stage], layer.parameters(), initial[stage].parameters(), strict=True):
+            assert (found - want).abs().max() < 1e-12 < (before - want).abs().max()
+
+
 def test_an_output_is_freed_at_once_and_what_is_sent_when_it_has_left(monkeypatch):
     """By the first of two ranks, which also connects to the other and back before its first step. The engine keeps the
     output's edge in the graph, not the output; and what has not left is waited for at the end."""
