@@ -1,15 +1,34 @@
 """Train a Llama-style model with 5D parallelism: data, context, tensor, pipeline and expert parallelism.
 
+    --pp 2 --dp 2 --cp 2 --tp 2 arranges 16 ranks in a grid:
+
+                    pp 0: the first layers                     pp 1: the last layers
+                 cp 0              cp 1                     cp 0              cp 1
+                 tp 0    tp 1      tp 0    tp 1             tp 0    tp 1      tp 0    tp 1
+        dp 0        0       1         2       3    ───►        8       9        10      11
+        dp 1        4       5         6       7    ───►       12      13        14      15
+
+    dimension    ranks along it have different            enters this file in
+    data         sequences of a batch                     local_micro_batches, build_optimizer    dp.py, zero.py
+    context      tokens of each sequence                  local_micro_batches, build_model        cp.py
+    tensor       parts of each weight matrix              build_model                             tp.py
+    pipeline     layers                                   own_stages, build_pipeline              pp.py, schedules.py
+    expert       experts of each layer, as --ep says      build_model, update_balance             ep.py
+
+Expert parallelism adds no ranks. With --ep 4 the ranks 0 to 3, which have the same layers, have a quarter of the
+experts each, and so do the ranks 4 to 7. Tensor parallel ranks have consecutive numbers, so they are in one node.
+
     python train.py                                   one process
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
     torchrun --nproc_per_node=8 train.py --grid auto  on the grid that is predicted to be the fastest here
     python train.py --dry-run 0/1024                  what a rank of 1,024 would need, compute and send (run/dryrun.py)
     python train.py --help                            every setting
 
-`train` is the whole run: a grid of ranks, a model in which each technique has its place, an optimizer, and a loop. What
-a long run needs besides (signals, checkpoints, evaluation, metrics, a watchdog) is behind `run`, of run/job.py.
+`train` is the whole run: the groups of the grid, a model in which each technique has its place, a pipeline, an
+optimizer, and a loop. `run`, of run/job.py, has everything that a long run needs besides: signals, checkpoints,
+evaluation, metrics, a watchdog.
 
-The files of the techniques communicate gradients, activations and weights; this one communicates scalars only: token
+The files of the techniques communicate gradients, activations and weights. This file communicates only scalars: token
 counts, losses, metrics.
 """
 if __name__ == "__main__":
@@ -44,56 +63,61 @@ from zero import Optimizer
 def main(settings: config.Config) -> None:
     if settings.run.dry_run:
         return dryrun.main(settings, measured_step)
-    with job.started(settings) as run:  # the device, ranks that know each other, signals, the watchdog
+    with job.started(settings) as run:  # chooses the device, connects the ranks, starts the watchdog
         train(run)
 
 
 def train(run: job.Run) -> None:
-    """The run of one rank.
+    """Run the whole training; every rank calls this.
 
-    The ranks are a grid pp x dp x cp x tp, tp innermost: its ranks have consecutive numbers. `groups`
-    has this rank's Group along each axis, also of size 1 (then its collectives are the identity).
-    core/groups.py defines all axes, also the axes of experts and of hybrid sharding. Two of them:
+    groups: axis of the grid -> this rank's Group, the ranks that differ from it along this axis only. A group of one
+    rank communicates nothing. core/groups.py defines all axes. Besides pp, cp, tp and ep, this file uses:
 
-        data    dp x cp: the ranks with different tokens, over which gradients and losses are summed
-        dp      not --dp: the ranks over which ZeRO shards. They include context parallel ranks, and
-                with --dp-replicate they are the ranks of one replica.
+        data    the ranks that have different tokens, dp x cp. Losses, and gradients, are summed over them.
+        dp      the ranks that ZeRO shards over: the same ranks, or with --dp-replicate those of one replica.
     """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     model = build_model(settings, groups, run.device)
     pipeline = build_pipeline(settings, groups, run.device)
-    # Says what will happen; ends here, before weights are allocated, if that does not fit.
-    run.begin(groups, model, pipeline)
+    run.begin(groups, model, pipeline)  # prints the plan; refuses what does not fit, before weights are allocated
     optimizer = build_optimizer(settings, model, groups)
-    run.load(optimizer)  # weights: initial ones, published ones, or a checkpoint's, with the optimizer's state
-    # A step has a number, samples (the global batch's) and micro_batches (this rank's part, by the function below).
-    # Between steps `run` evaluates, saves, rewinds, and ends when asked to.
+    run.load(optimizer)  # fills in weights: initial, published, or a checkpoint's, with the optimizer's state
+
+    # `run` reads a global batch for each step, and calls local_micro_batches to get this rank's part of it. Between
+    # steps it evaluates and saves, goes back to a checkpoint if it must, and ends when it is asked to.
     for step in run.steps(local_micro_batches):
         with profile_range("forward and backward"):
             losses = forward_backward(model, pipeline, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            to_sum = run.to_sum()  # requests to stop, seconds, noise: summed over ranks with the norm, in place
+            to_sum = run.to_sum()  # the run's own numbers, such as requests to stop: summed over ranks with the norm
             norm = optimizer.step(lr, to_sum=to_sum)
-        results = dict(zip(("loss", "mtp_loss"), losses), norm=norm, to_sum=to_sum)
-        run.end_step(lr, results | update_balance(model, groups, norm.isfinite(), sequences=len(step.samples)))
+        results = {"loss": losses[0]}
+        if settings.model.mtp:
+            results["mtp_loss"] = losses[1]
+        results |= {"norm": norm, "to_sum": to_sum}
+        results |= update_balance(model, groups, norm.isfinite(), sequences=len(step.samples))
+        run.end_step(lr, results)
 
 
-# ---- the model and its optimizer ------------------------------------------------------------------------------------
+# ---- the model, the pipeline and the optimizer ----------------------------------------------------------------------
 # Techniques do not see the settings: here each setting becomes an argument of the file that implements it.
 
 def build_model(settings: config.Config, groups: Groups, device: torch.device | str) -> Llama:
-    """This rank's pipeline stages, with its shards of their layers. The parameters are not allocated yet: the Optimizer
-    allocates them in buckets, its `load` fills them."""
+    """Build this rank's pipeline stages, with its shards of their layers.
+
+    The parameters have no memory yet: the Optimizer allocates them in buckets, and its `load` fills them.
+    """
     grid, precision, optim = settings.grid, settings.precision, settings.optim
-    operations.allows_kernels = precision.kernels == "auto"  # global: functions without a model read it
+    operations.allows_kernels = precision.kernels == "auto"  # global, because functions without a model read it
     execution = Execution(
         dtype=DTYPES[precision.dtype], device=device, attention=precision.attention,
-        sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tp.py
-        cp_style=grid.cp_style,  # cp.py
+        sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tensor parallelism, tp.py
+        cp_style=grid.cp_style,  # context parallelism, cp.py
         recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
-    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.router_bias_rate)  # of experts, ep.py
+    balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.router_bias_rate)  # experts, ep.py
+    # `groups` has the sizes of tp, cp and ep, from which each layer takes this rank's shard of its weights.
     model = Llama(settings.model, groups, execution, stages=own_stages(settings, groups["pp"]), balance=balance,
                   z_loss=optim.z_loss, mtp_weight=optim.mtp_weight)
     if precision.fp8 != "none":
@@ -102,24 +126,33 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
 
 
 def build_pipeline(settings: config.Config, groups: Groups, device: torch.device | str) -> Pipeline:
-    """The engines that run a step's forwards and backwards in the order of --schedule (pp.py)."""
+    """Build the pipeline, which runs a step's forwards and backwards in the order of --schedule (pp.py).
+
+    Without --pp it has one stage: the step is gradient accumulation.
+    """
     return Pipeline(partial(plan_of, settings.grid), groups["pp"], device)
 
 
 def own_stages(settings: config.Config, group: Group) -> Stages:
-    """Return this rank's pipeline stages. The layers are divided into stages of equal work, as plan/ predicts it."""
+    """Return this rank's pipeline stages. The layers are divided into stages of equal work, as plan/ predicts it.
+
+    A batch ramp changes the number of micro-batches. The largest number decides how many activations are in flight.
+    """
     grid, batch = settings.grid, settings.batch
     max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
-    largest = plan_of(grid, max_micro_batches)
-    owners = [largest.owner[stage, 0] for stage in range(largest.stages)]  # the same for all micro-batches
-    layers = {stage: layers for stage, layers in enumerate(stages_of(settings)) if owners[stage] == group.rank}
-    return Stages(layers, owners, in_flight=max(activations_held(largest.ranks[group.rank])))
+    largest_plan = plan_of(grid, max_micro_batches)
+    owners = [largest_plan.owner[stage, 0] for stage in range(largest_plan.stages)]  # equal for all micro-batches
+    own_layers = {stage: layers for stage, layers in enumerate(stages_of(settings)) if owners[stage] == group.rank}
+    return Stages(own_layers, owners, in_flight=max(activations_held(largest_plan.ranks[group.rank])))
 
 
 def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> None:
-    """Let blocks of the model multiply in FP8. Ranks with shards of one tensor agree on its tensorwise scale: of
-    activations over cp and tp, of experts' inputs also over ep; of weights over tp, of whole experts' over ep."""
-    cached = settings.grid.zero < 3  # FP8 weights stay for all micro-batches; ZeRO-3 frees what they are cast from
+    """Let the linear layers and experts of the model's blocks multiply in FP8 (fp8.py).
+
+    Ranks that have shards of one tensor agree on its tensorwise scale. Activations are sharded over cp and tp, experts'
+    inputs also over ep. Weights are sharded over tp, the experts of a layer over ep.
+    """
+    cached = settings.grid.zero < 3  # keeps FP8 weights for all micro-batches; under ZeRO-3 that would undo sharding
     recipe, dtype = settings.precision.fp8_recipe(), model.execution.dtype
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
     linear = Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
@@ -129,7 +162,7 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
             continue
         for module in block.modules():
             if module is getattr(block.attention, "to_latents", None):
-                continue  # few rows, not a multiple of a block's 128 in DeepSeek-V3
+                continue  # its rows are few, and in DeepSeek-V3 no multiple of a block's 128
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.mm = linear
             elif isinstance(module, GroupedExperts):
@@ -137,87 +170,100 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
 
 
 def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Optimizer:
-    """The buckets of dp.py, sharded by zero.py, and their update. All weights are zeros until `load`."""
+    """Build the optimizer: the parameters in dp.py's buckets, sharded by zero.py, and their update rule.
+
+    It sums the gradients over the data axis while backward runs. All weights are zeros until its `load`.
+    """
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     moments = torch.bfloat16 if precision.moments_dtype == "bf16" else acc_dtype(model.execution.dtype)
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.grad_clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
                      offload=OffloadedState if precision.offloads("optimizer") else None,
-                     head=model.head,  # its backward follows its forward: ZeRO-3 keeps it whole between them
-                     peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())  # share Muon's work
+                     head=model.head,  # ZeRO-3 keeps it whole between its forward and its backward, which follows
+                     # The ranks that share Muon's work, and where each is in the grid:
+                     peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
 def local_micro_batches(samples: Samples, first: int, sequences: int, settings: config.Config, groups: Groups,
                         end: int | None = None) -> list[MicroBatch]:
-    """This rank's part of the samples first … first + sequences - 1; those from number `end` on get no labels, as the
-    last batch of an evaluation may be incomplete."""
+    """Return this rank's part of a global batch, the samples first ... first + sequences - 1.
+
+    Data parallel ranks take different sequences, context parallel ranks different tokens of each sequence. Pipeline and
+    tensor parallel ranks take the same. Samples from number `end` on get no labels: the last batch of an evaluation may
+    be incomplete.
+    """
     grid, cp = settings.grid, groups["cp"]
-    dp_rank = groups["data"].rank // cp.size  # context parallel ranks, innermost in "data", read the same sequences
+    dp_rank = groups["data"].rank // cp.size  # "data" is dp x cp, and context parallel ranks read the same sequences
     shard = partial(shard_sequences, c=cp.size, i=cp.rank, tp=grid.sequence_shards, document_ranks=grid.document_ranks)
-    out = []
+    local = []
     for batch in samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end):
         sharded = MicroBatch(*shard(batch.tokens, batch.labels, batch.positions, batch.documents))
-        if settings.model.mtp:  # whole sequences are shifted, then sharded: what follows a shard is on another rank
+        if settings.model.mtp:  # shift first, then shard: the token after a shard's last one is on another rank
             next_tokens, next_labels, *_ = shard(*batch.one_ahead(), batch.positions, batch.documents)
             sharded = sharded._replace(next_tokens=next_tokens, next_labels=next_labels)
-        out.append(sharded)
-    return out
+        local.append(sharded)
+    return local
 
 
 def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, micro_batches: list[MicroBatch],
                      groups: Groups) -> torch.Tensor:
-    """Forward and backward of a step: the gradient of the mean loss over all valid tokens of the global batch.
+    """Run the forwards and backwards of a step: gradients of the mean loss over all valid tokens of the global batch.
 
-    Returns that mean, [1]; with multi-token prediction, whose loss times its weight is added, both means, [2].
-    Auxiliary losses of experts are means over the global batch's sequences. Every loss is divided by the number of all
-    ranks' and micro-batches' tokens or sequences, so that each gradient is a plain sum over micro-batches and ranks.
+    Returns this mean, [1]. With multi-token prediction, whose loss is added times its weight, returns both means, [2].
+    Every loss is divided by a count of the whole global batch, over all ranks and micro-batches: token losses by the
+    tokens that have a loss, auxiliary losses of experts by the sequences. So each gradient is a plain sum over
+    micro-batches and ranks.
     """
-    dp = groups["data"].size // groups["cp"].size  # context parallel ranks have shards of the same sequences
+    dp = groups["data"].size // groups["cp"].size  # context parallel ranks have the same sequences
     sequences = sum(len(batch.tokens) for batch in micro_batches) * dp
-    valid = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
-    all_reduce(valid, groups["data"])
-    valid = valid.clamp(min=1).to(acc_dtype(model.execution.dtype))  # 1: perhaps no token has
-    # The model returns sums of losses. The loss (in fp16, times its loss scale) is these times their gradient:
-    loss_grad = optimizer.scale_loss(1 / valid)
+    token_counts = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
+    all_reduce(token_counts, groups["data"])
+    token_counts = token_counts.clamp(min=1).to(acc_dtype(model.execution.dtype))  # 1: perhaps no token has a loss
+    # The model returns sums of token losses. The gradient of each sum is 1 / count, in fp16 times the loss scale.
+    loss_grad = optimizer.scale_loss(1 / token_counts)
     loss_grad[1:].mul_(model.mtp_weight)
     aux_loss_scale = optimizer.scale_loss(1 / sequences)
-    total = torch.zeros_like(valid)
+    loss_sums = torch.zeros_like(token_counts)
 
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
+        """Stage `stage` of micro-batch k. x: the previous stage's activation. Returns an activation, or the loss."""
         batch = micro_batches[k]
-        # The fused loss computes its gradients in forward, so it takes there the one that it will get in backward.
+        # loss_grad: the fused loss computes its gradients in forward already.
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
                   next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=loss_grad,
                   aux_loss_scale=aux_loss_scale)
         if stage < model.last_stage:
             return y
-        total.add_(y.detach())  # the sum over this micro-batch's tokens, the same on all tp ranks
+        loss_sums.add_(y.detach())  # of this micro-batch's tokens; equal on all tensor parallel ranks
         return (y * loss_grad).sum()
 
-    # The engine calls `forward` for each micro-batch and stage, and runs backward from what the last stage returned.
-    # Meanwhile hooks start to reduce each bucket when its last gradient is complete.
+    # The engine calls `forward` for each micro-batch and each stage of this rank, and runs backward from the loss that
+    # the last stage returned. Meanwhile hooks start to reduce each bucket when its last gradient is complete.
     engine = pipeline.engine(len(micro_batches))
     optimizer.begin_step(len(micro_batches))  # zeroes gradients; each stage will have so many backward passes
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
     optimizer.finish_step()  # waits for the reductions of gradients
-    all_reduce(total, groups["data"])
-    all_reduce(total, groups["pp"])  # one pipeline rank has it, the others zeros
-    return total / valid
+    all_reduce(loss_sums, groups["data"])
+    all_reduce(loss_sums, groups["pp"])  # only the rank with the last stage has the losses, the others have zeros
+    return loss_sums / token_counts
 
 
 def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:
-    """Update the routers' biases. updated: False if the step was skipped; then biases stay as they are.
+    """Update the routers' biases, which balance the load of experts, and return the experts' metrics.
 
-    Returns the metrics of experts, if the model has any: aux_loss, the auxiliary losses, summed over layers and
-    averaged over sequences; load_max_over_mean, the tokens of the most loaded expert over its layer's mean, for the
-    worst layer.
+    updated: whether the optimizer has updated weights. If it skipped the step, biases stay as they are, too.
+    Returns {} for a model without experts, otherwise
+
+        aux_loss              the auxiliary losses, summed over layers, averaged over sequences
+        load_max_over_mean    the tokens of the busiest expert over the mean of its layer's experts; of the worst layer
     """
     if not model.model.experts:
         return {}
-    load, loss = torch.zeros(2, dtype=torch.float64, device=updated.device).unbind()
+    load = torch.zeros((), dtype=torch.float64, device=updated.device)
+    loss = torch.zeros((), dtype=torch.float64, device=updated.device)
     if model.routers:  # the layers of a pipeline rank may all be dense
         load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), updated)
     all_reduce(load, groups["pp"], MAX)
@@ -226,14 +272,20 @@ def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequence
 
 
 def learning_rate(step: int, optim: config.Optim) -> float:
-    """The rate of a step, counted from 0: a linear warmup to lr; then constant, or down to min_lr at the last step, by
-    a cosine or, with "wsd", linearly over the last fifth of the steps."""
+    """Return the learning rate of a step, counted from 0.
+
+    After a linear warmup to lr it follows optim.lr_schedule:
+
+        constant    stays at lr
+        cosine      falls to min_lr at the last step
+        wsd         (warmup, stable, decay) stays at lr, then falls linearly to min_lr over the last fifth of the steps
+    """
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     if optim.lr_schedule == "constant":
         return optim.lr
     config.need(optim.lr_schedule in ("cosine", "wsd"), f"--lr-schedule {optim.lr_schedule}: is unknown")
-    if optim.lr_schedule == "wsd":  # warmup, stable, decay: Hu et al. 2024
+    if optim.lr_schedule == "wsd":  # Hu et al. 2024
         fraction = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))  # 1 before the last fifth
     else:
         fraction = (1 + math.cos(math.pi * (step - optim.warmup + 1) / (optim.steps - optim.warmup))) / 2
@@ -243,8 +295,12 @@ def learning_rate(step: int, optim: config.Optim) -> float:
 # ---- the dry run ----------------------------------------------------------------------------------------------------
 
 def measured_step(settings: config.Config, groups: Groups) -> dryrun.DryRun:
-    """What this rank needs, computes and sends in the first step, of --batch-ramp's largest batch (run/dryrun.py)."""
-    model, pipeline = build_model(settings, groups, "cpu"), build_pipeline(settings, groups, "cpu")
+    """Measure this rank's memory, work and communication in a step with the largest batch of --batch-ramp.
+
+    run/dryrun.py calls this.
+    """
+    model = build_model(settings, groups, "cpu")
+    pipeline = build_pipeline(settings, groups, "cpu")
     optimizer = build_optimizer(settings, model, groups)
     sequences = max(sequences for sequences, _ in settings.batch.ramp())
     samples = dryrun.ZeroSamples(settings.batch.seq_len)
