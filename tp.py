@@ -383,6 +383,9 @@ class VocabParallelEmbedding(nn.Module):
         self.table = make(spec)
 
     def forward(self, tokens: Tensor, tp: TensorParallel) -> Tensor:
+        return self.look_up(tokens, tp)
+
+    def look_up(self, tokens: Tensor, tp: TensorParallel) -> Tensor:
         vocab_size = self.table.spec.shape[0]
         torch._assert_async((tokens < vocab_size).all(), f"a token is not below {vocab_size}")  # see check_labels
         return Embed.apply(tokens, self.table, tp)
