@@ -93,11 +93,10 @@ def change_activation(copy: Path) -> None:
 
 def change_weights(copy: Path) -> None:
     """A feed-forward of two matrices and GELU. Its count in plan/costs.py is left as it was."""
-    replace(copy, "model.py", "        gate, up = (Spec(name + which, (ffn, model.hidden), {\"tp\": 0}, std=INIT_STD) "
-                              "for which in (\"w_gate\", \"w_up\"))\n",
-            "        up = Spec(name + \"w_up\", (ffn, model.hidden), {\"tp\": 0}, std=INIT_STD)\n")
-    replace(copy, "model.py", "self.gate_up, self.down = ColumnParallelLinear(make, gate, up), ",
-            "self.up, self.down = ColumnParallelLinear(make, up), ")
+    replace(copy, "model.py",
+            "        gate = Spec(name + \"w_gate\", (ffn, model.hidden), {\"tp\": 0}, std=INIT_STD)\n", "")
+    replace(copy, "model.py", "self.gate_up = ColumnParallelLinear(make, gate, up)",
+            "self.up = ColumnParallelLinear(make, up)")
     replace(copy, "model.py", "gate_up = self.gate_up(x, context.tp)", "up = self.up(x, context.tp)")
     replace(copy, "model.py", "hidden = swiglu(gate_up)", "hidden = nn.functional.gelu(up)")
     replace(copy, "model.py", "drop(hidden, y, swiglu, gate_up)", "drop(hidden, y, nn.functional.gelu, up)")
