@@ -173,7 +173,7 @@ class Engine(ActionRunner):
     def run(self, forward: Forward, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Run the forwards and backwards of a step.
 
-        forward: it may keep the loss, which the engine does not. shape, dtype: an activation's.
+        The engine keeps no result of `forward`, not even the loss. shape, dtype: an activation's.
         """
         self.begin_step()
         sending = []

@@ -1,14 +1,15 @@
 """Pipeline schedules as data: the order in which each rank runs its forwards and backwards.
 
+                     warmup│ steady: one forward, one backward       │ cooldown
     1f1b     rank 0   F0 F1 F2             B0    F3 B1    F4 B2       B3       B4
              rank 1      F0 F1       B0    F2 B1    F3 B2    F4 B3       B4
              rank 2         F0 B0    F1 B1    F2 B2    F3 B3    F4 B4
 
-    rank 0:           warmup│ steady: one forward, one backward │  cooldown
-
     zb-h1    rank 0   F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
              rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
              rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+F3 is the forward of micro-batch 3. F, I and W take one unit of time here, B takes two. Blanks are idle time.
 
 A schedule is a function that returns the order of one rank: a list of actions (op, stage, micro-batch).
 
@@ -334,7 +335,7 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     if n == 0:
         n = smallest_group(p, m)
     n = min(n, m)  # a batch ramp may begin with fewer micro-batches than a group has
-    if v > 1 and chosen.grouped and not groups_end(n, p, m):
+    if v > 1 and chosen.grouped and not groups_are_large_enough(n, p, m):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
     if m < chosen.least * p:
@@ -346,9 +347,12 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     return plan
 
 
-def groups_end(n: int, p: int, m: int) -> bool:
-    """Whether groups of n micro-batches can go through several chunks. When a group enters its next chunk on rank 0,
-    its first micro-batch must have left rank p-1: so every group, the last one too, has at least p, or all are in one.
+def groups_are_large_enough(n: int, p: int, m: int) -> bool:
+    """Whether ranks with several chunks can go through groups of n micro-batches.
+
+    A group of at least p micro-batches keeps rank 0 busy until the first of them has passed all ranks and is back for
+    the next chunk. With a smaller group, also if only the last one is smaller, ranks may wait for each other for ever,
+    unless all micro-batches are in one group.
     """
     last = m % n
     return n == m or (n >= p and (last == 0 or last >= p))
@@ -356,7 +360,7 @@ def groups_end(n: int, p: int, m: int) -> bool:
 
 def smallest_group(p: int, m: int) -> int:
     for n in range(p, m):
-        if groups_end(n, p, m):
+        if groups_are_large_enough(n, p, m):
             return n
     return m
 
