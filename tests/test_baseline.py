@@ -58,8 +58,8 @@ def run(flags: str) -> dict:
         with Meter() as meter:
             for bucket in optimizer.buckets:
                 meter.label("state", *bucket.state.values(), bucket.weights, bucket.weight_shard)
-            tokens, labels = window[:, :-1], window[:, 1:].clone()
-            loss = grids.forward_backward(settings, groups, model, pipeline, optimizer, tokens, labels)
+            loss = grids.forward_backward(settings, groups, model, pipeline, optimizer,
+                                          window[:, :-1], window[:, 1:].clone())  # no name would keep the clone alive
             norm = optimizer.step(settings.optim.lr)
             train.update_balance(model, groups, norm.isfinite(), sequences)
             gc.collect()
