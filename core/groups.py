@@ -1,130 +1,182 @@
-"""The groups of the grid: which ranks share an axis, and torch's process groups for them.
+"""Process groups: which ranks communicate along which axis of the grid.
 
-Ranks are numbered like the elements of an array with the dimensions pp, replicate, shard, cp, tp: tp varies fastest, so
-its ranks are in one node, and pipeline stages are furthest apart. Ranks that differ in one coordinate alone are a group
-of that axis; "dp" is of shard and cp, "data" also of replicate. An example, --pp 2 --dp 2 --tp 2 on 8 ranks:
+    --pp 2 --dp 2 --tp 2 on 8 ranks                      numpy.arange(8).reshape(pp, dp, tp)
 
-    rank       0  1  2  3  4  5  6  7          groups of pp     {0, 4}  {1, 5}  {2, 6}  {3, 7}
-    pp         0  0  0  0  1  1  1  1                    dp     {0, 2}  {1, 3}  {4, 6}  {5, 7}
-    shard      0  0  1  1  0  0  1  1                    tp     {0, 1}  {2, 3}  {4, 5}  {6, 7}
-    tp         0  1  0  1  0  1  0  1          rank 5 is in     {1, 5}, {5, 7} and {4, 5}
+                pipeline rank 0           pipeline rank 1
+                tp 0      tp 1            tp 0      tp 1
+        dp 0     0 ─────── 1               4 ─────── 5       rank 5 is (pp 1, dp 0, tp 1)
+                 │         │               │         │
+        dp 1     2 ─────── 3               6 ─────── 7
 
-Experts divide the same ranks in another way: within a replica, the shard x cp x tp ranks of a
-pipeline rank are edp x ep, and ep varies fastest. The ranks of an ep group hold each expert once.
-The ranks of an edp group hold the same experts. Every replica holds all experts, too.
+    axis    its groups                          rank 5 is in
+    pp      {0, 4}  {1, 5}  {2, 6}  {3, 7}      {1, 5}        ranks that differ only in pp: one pipeline
+    dp      {0, 2}  {1, 3}  {4, 6}  {5, 7}      {5, 7}        a column of the figure: the same layers, other tokens
+    tp      {0, 1}  {2, 3}  {4, 5}  {6, 7}      {4, 5}        a row of the figure: parts of the same layers
 
-The data axis of a parameter is "dp" or, for an expert, "edp". ZeRO shards the parameter over its
-data axis. Its gradient is summed over its data axis and over "replicate", which has one rank
-unless --dp-replicate (hybrid sharding) asks for more.
+A rank's number is its place in an array with one dimension per kind of parallelism. To list the groups of an axis, move
+its dimension to the end: each row of the last dimension is then a group. For dp:
 
-With NCCL each process group has a communicator with buffers, and a stream that executes its asynchronous work in order.
-So few are made: one call makes all groups of an axis, and axes with the same ranks share a group unless both are busy
-at once (TRAFFIC): while gradients are reduced, backward goes on to communicate over cp, tp and ep.
+    numpy.arange(8).reshape(2, 2, 2).transpose(0, 2, 1).reshape(-1, 2)      [[0, 2], [1, 3], [4, 6], [5, 7]]
 
-Because of that order, a pipeline rank that waits to receive from one neighbour could send nothing to the other if both
-transfers were in the group of all stages. So each directed pair of ranks that communicate has its own group, a link.
-One call makes the links of a round, pairs without a common rank: 2 calls for two ranks, 4 for a chain, 4 or 6 for a
-ring.
+The last dimension varies fastest. Tensor parallel ranks communicate most, so they are neighbours in one node. Pipeline
+ranks communicate least, so they are furthest apart.
+
+The whole array is [pp, replicate, shard, cp, tp]. An axis may join several of its dimensions. `AXES` defines all axes.
+Two of them need an explanation:
+
+dp          The ranks that ZeRO shards over: shard x cp. It includes the context parallel ranks, which have the same
+            weights and other tokens. (Megatron calls this group dp_cp.) Only hybrid sharding (--dp-replicate) has more
+            than one replica: --dp counts replicate x shard ranks.
+ep, edp     Experts divide the same ranks in a second way, [pp, replicate, edp, ep] with edp x ep = shard x cp x tp. The
+            ranks of an ep group hold each expert once. The ranks of an edp group ("expert data parallel") hold the same
+            experts.
 """
 import datetime
-from itertools import chain, product
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy
 import torch.distributed as dist
 
-from core.collectives import Group, Groups
+from core.collectives import Group, Groups, run_demo
 from core.config import Grid, Model, need
 
-AXES = ("muon", "world", "pp", "tie", "data", "replicate", "dp", "cp", "cp_keys", "cp_heads", "tp", "kv", "kv_copy",
-        "ep", "edp")  # members_of_axes says what each is
-TRAFFIC = {"gradients": ("dp", "edp"), "keys": ("cp", "cp_keys", "cp_heads"), "activations": ("tp",),
-           "tokens": ("ep",)}  # kind -> the axes that it is on; a process group has one kind. Other axes send little
+# ---- the axes -------------------------------------------------------------------------------------------------------
 
 
-def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
-    """Axis -> this rank's group. Every rank must call this, with equal arguments."""
-    groups = {axis: Group(axis) for axis in AXES}
-    if not dist.is_initialized():
-        return groups
-    everyone = list(range(dist.get_world_size()))
-    made = [dict(members=[everyone], group=dist.group.WORLD, kinds=set())]  # kinds: of traffic, at most one
-    for axis, members in members_of_axes(grid, model, len(everyone)).items():
-        if max(map(len, members)) == 1:
-            continue
-        # One with the same ranks serves, unless both carry much traffic, of different kinds.
-        kinds = {kind for kind, axes in TRAFFIC.items() if axis in axes}
-        shared = next((one for one in made if one["members"] == members and len(one["kinds"] | kinds) <= 1), None)
-        if not shared:
-            shared = dict(members=members, group=create_groups(members, timeout_s), kinds=set())
-            made.append(shared)
-        shared["kinds"] |= kinds
-        links = make_links(members, rounds_of(grid), timeout_s) if axis == "pp" else {}
-        groups[axis] = Group(axis, shared["group"], links)
-    return groups
+class Axis(NamedTuple):
+    array: str  # which array of arrays_of_ranks numbers the ranks
+    dimensions: str  # the ranks of a group differ only in these dimensions of the array
+    traffic: str  # a kind of heavy traffic, see share_groups; "": little, or none while others are busy
+    users: str  # who communicates over the axis, and what
+
+
+# Where axes share a process group, run/dryrun.py counts its calls for the last one, so the most general come first.
+AXES = {
+    "muon": Axis("dense", "shard cp tp", "", "muon.py: momenta and updates of matrices"),
+    "world": Axis("dense", "pp replicate shard cp tp", "", "zero.py: the gradient norm; run/: errors and settings"),
+    "pp": Axis("dense", "pp", "", "pp.py: activations and their gradients, over links; train.py: losses"),
+    "tie": Axis("dense", "pp", "", "zero.py: gradients of a table that the first and the last stage share"),
+    "data": Axis("dense", "replicate shard cp", "", "train.py: losses and counts of tokens; ep.py: loads of experts"),
+    "replicate": Axis("dense", "replicate", "", "zero.py: gradients of a shard, in hybrid sharding"),
+    "dp": Axis("dense", "shard cp", "gradients", "dp.py and zero.py: gradients and weights, except of experts"),
+    "cp": Axis("dense", "cp", "keys", "cp.py: keys and values; or, in Ulysses, heads"),
+    "cp_keys": Axis("ulysses", "cp_keys", "keys", "cp.py: keys and values, between ranks with the same heads"),
+    "cp_heads": Axis("ulysses", "cp_heads", "keys", "cp.py: heads, exchanged for tokens between neighbours"),
+    "tp": Axis("dense", "tp", "activations", "tp.py: activations and their gradients"),
+    "kv": Axis("heads", "kv", "", "none: the rank on it says which key and value head a tp rank has, if tp > heads"),
+    "kv_copy": Axis("heads", "kv_copy", "", "zero.py: gradients of wk and wv, between ranks with the same head"),
+    "ep": Axis("experts", "ep", "tokens", "ep.py: tokens, to their experts and back"),
+    "edp": Axis("experts", "edp", "gradients", "zero.py: gradients and weights of experts"),
+}
+
+
+def arrays_of_ranks(grid: Grid, model: Model, world: int) -> dict[str, dict[str, int]]:
+    """Return the arrays whose elements number the ranks: name -> sizes of its dimensions, outermost first.
+
+    "others" is a dimension along which no axis lies. Raises ValueError unless each array has `world` elements.
+    """
+    shards = grid.dp // grid.dp_replicate
+    arrays = {"dense": dict(pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)}
+    if grid.cp_ulysses > 1:  # neighbours exchange heads
+        arrays["ulysses"] = dict(others=world // (grid.cp * grid.tp), cp_keys=grid.cp // grid.cp_ulysses,
+                                 cp_heads=grid.cp_ulysses, tp=grid.tp)
+    if grid.tp > model.kv_heads:  # neighbours have copies of the same key and value head
+        arrays["heads"] = dict(others=world // grid.tp, kv=model.kv_heads, kv_copy=grid.tp // model.kv_heads)
+    if model.experts:  # neighbours have different experts
+        arrays["experts"] = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep,
+                                 ep=grid.ep)
+    for sizes in arrays.values():
+        count, first = math.prod(sizes.values()), [name for name in sizes if name in AXES][0]
+        need(count == world, f"axis {first}: its groups have {count} ranks, and there are {world}: the grid's sizes "
+                             "must divide each other")
+    return arrays
+
+
+def groups_along(sizes: dict[str, int], *along: str) -> list[list[int]]:
+    """Return the groups of ranks that differ only in the dimensions `along`. sizes: of the array, by dimension."""
+    names = list(sizes)
+    outer = [i for i, name in enumerate(names) if name not in along]
+    inner = [i for i, name in enumerate(names) if name in along]
+    groups = math.prod(sizes[names[i]] for i in outer)
+    ranks_per_group = math.prod(sizes[names[i]] for i in inner)
+    # Not torch.arange: in a dry run torch's tensors have no values.
+    ranks = numpy.arange(groups * ranks_per_group).reshape(*sizes.values())
+    return ranks.transpose(*outer, *inner).reshape(groups, ranks_per_group).tolist()
 
 
 def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list[int]]]:
-    """Axis -> the ranks of each of its groups. Raises ValueError unless each rank is in one group of each axis."""
-    shards = grid.dp // grid.dp_replicate
-    dense = dict(pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)
-    members = {
-        "world": [list(range(world))],
-        "pp": groups_along(dense, "pp"),  # the ranks of one pipeline
-        "muon": groups_along(dense, "shard", "cp", "tp"),  # those that share the matrices of a pipeline rank (muon.py)
-        "data": groups_along(dense, "replicate", "shard", "cp"),  # all with different tokens
-        "replicate": groups_along(dense, "replicate"),  # hybrid sharding: those with the same shard
-        "dp": groups_along(dense, "shard", "cp"),  # those that ZeRO shards over
-        "cp": groups_along(dense, "cp"),  # those with shards of the same sequences
-        "tp": groups_along(dense, "tp"),  # those with shards of the same layers
-    }
-    if grid.cp_ulysses > 1:  # neighbours, which exchange heads; and those that then have the same heads
-        both = dict(others=world // (grid.cp * grid.tp), keys=grid.cp // grid.cp_ulysses, heads=grid.cp_ulysses,
-                    tp=grid.tp)
-        members |= {"cp_keys": groups_along(both, "keys"), "cp_heads": groups_along(both, "heads")}
-    if grid.tp > model.kv_heads:  # kv: ranks with different key and value heads; kv_copy: with copies of the same one
-        heads = dict(others=world // grid.tp, kv=model.kv_heads, copy=grid.tp // model.kv_heads)
-        members |= {"kv": groups_along(heads, "kv"), "kv_copy": groups_along(heads, "copy")}
-    if model.experts:  # an ep group has each expert once, an edp group the same ones
-        experts = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep, ep=grid.ep)
-        members |= {"edp": groups_along(experts, "edp"), "ep": groups_along(experts, "ep")}
-    for axis, groups in members.items():
-        found = sorted(chain(*groups))
-        need(found == [*range(world)], f"axis {axis}: its groups have {len(found)} ranks, and there are {world}: the "
-                                       "grid's sizes must divide each other")
-    if grid.pp > 1 and not grid.v_shaped:  # the first and the last stage, which may share an embedding
+    """Return axis -> its groups, each a list of ranks. Axes that the grid or the model has no use for are left out.
+
+    Every rank is in one group of each axis, except of "tie": middle stages are in none.
+    Raises ValueError if the grid does not fit on `world` ranks.
+    """
+    arrays = arrays_of_ranks(grid, model, world)
+    members = {}
+    for name, axis in AXES.items():
+        if axis.array in arrays:
+            members[name] = groups_along(arrays[axis.array], *axis.dimensions.split())
+    if grid.pp > 1 and not grid.v_shaped:
         members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]
+    else:
+        del members["tie"]  # one rank has both the first and the last stage
     return members
 
 
-class Place(NamedTuple):
-    """Of a rank on an axis, with the names that a Group has."""
-    size: int
-    rank: int
+# ---- process groups -------------------------------------------------------------------------------------------------
+
+def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
+    """Return axis -> this rank's group. Every rank must call this, with equal arguments."""
+    groups = {axis: Group(axis) for axis in AXES}  # of one rank
+    if not dist.is_initialized():
+        return groups
+    members = members_of_axes(grid, model, dist.get_world_size())
+    for shared in share_groups(members):
+        process_group = dist.group.WORLD if "world" in shared.axes else create_groups(shared.members, timeout_s)
+        for axis in shared.axes:
+            links = make_links(members["pp"], rounds_of(grid), timeout_s) if axis == "pp" else {}
+            groups[axis] = Group(axis, process_group, links)
+    return groups
 
 
-def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
-    """For each rank of this rank's group "muon", itself included: axis -> its place. (For muon.py.)"""
-    me, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    members = members_of_axes(grid, model, world)
-    places = {axis: {rank: Place(len(ranks), i) for ranks in groups for i, rank in enumerate(ranks)}
-              for axis, groups in members.items()}
-    peers = next(ranks for ranks in members["muon"] if me in ranks)
-    return [{axis: of_rank[rank] for axis, of_rank in places.items() if rank in of_rank} for rank in peers]
+@dataclass
+class SharedGroups:
+    """Process groups that serve one or more axes."""
+    members: list[list[int]]
+    axes: list[str]
+    traffic: str  # the kind of heavy traffic that they carry, or ""
 
 
-def groups_along(dimensions: dict[str, int], *along: str) -> list[list[int]]:
-    """The groups of ranks that differ in the coordinates `along` alone. dimensions: name -> size, of the array whose
-    elements the ranks number; the last varies fastest."""
-    groups = {}  # the coordinates that the ranks of a group share -> these ranks
-    for rank, coordinates in enumerate(product(*map(range, dimensions.values()))):
-        shared = tuple(i for name, i in zip(dimensions, coordinates) if name not in along)
-        groups.setdefault(shared, []).append(rank)
-    return list(groups.values())
+def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
+    """Return the process groups to make. Axes with the same ranks share them, unless both carry heavy traffic.
+
+    With NCCL each process group has a communicator with buffers of its own, so few are made. But it also has one
+    stream, which executes its collectives in order. While gradients are reduced, backward continues to communicate over
+    cp, tp and ep. Its collectives would wait for the reduction if they were in the same process group. So one process
+    group carries heavy traffic of one kind at most. An axis of one rank needs no process group.
+    """
+    made: list[SharedGroups] = []
+    for axis, groups in members.items():
+        if all(len(ranks) == 1 for ranks in groups):
+            continue
+        traffic = AXES[axis].traffic
+        for shared in made:
+            if shared.members == groups and (not traffic or shared.traffic in ("", traffic)):
+                shared.axes.append(axis)
+                shared.traffic = shared.traffic or traffic
+                break
+        else:
+            made.append(SharedGroups(groups, [axis], traffic))
+    return made
 
 
 def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = False) -> dist.ProcessGroup | None:
-    """The one of these process groups that this rank is in; None if it is in none or alone. Every rank calls this.
-    NCCL makes all in one split of the world, which is of every rank; with other backends a rank makes its own alone."""
+    """Make process groups with these members, which have no rank in common. Every rank must call this.
+
+    Return the group of this rank, or None if it has no other member. NCCL splits the world's communicator once, into
+    groups that cover all ranks. With other backends a rank makes only its own group.
+    """
     grouped = set().union(*members)
     members = members + [[rank] for rank in range(dist.get_world_size()) if rank not in grouped]
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -135,33 +187,115 @@ def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = Fa
             options.config.max_ctas = 4
         group = dist.split_group(split_ranks=members, timeout=timeout, pg_options=options)
     else:
-        mine = next(ranks for ranks in members if dist.get_rank() in ranks)
+        mine = group_with(dist.get_rank(), members)
         group = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
     return group if group.size() > 1 else None
 
 
+def group_with(rank: int, members: list[list[int]]) -> list[int]:
+    """Return the group that has the rank."""
+    for ranks in members:
+        if rank in ranks:
+            return ranks
+    raise ValueError(f"rank {rank} is in no group")
+
+
 # ---- links ----------------------------------------------------------------------------------------------------------
+# A link is the process group of two ranks, for transfers in one direction. A process group executes its transfers in
+# order. If the group of a whole pipeline carried them all, a rank that waits to receive from one neighbour could not
+# send to the other. So each directed pair of neighbours has a link.
+#
+#     4 pipeline ranks    0 ⇄ 1 ⇄ 2 ⇄ 3    --virtual-stages 2 also has 3 ⇄ 0: from the last rank's first chunk to the
+#                                           first rank's second chunk
+#     round 1             0 → 1    2 → 3    one call of create_groups makes all links of a round, in every pipeline
+#     round 2             1 → 0    3 → 2
+#     round 3             1 → 2   (3 → 0)
+#     round 4             2 → 1   (0 → 3)
 
 def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
-    """(sender, receiver) of all transfers of a pipeline: activations in one direction, their gradients in the other. No
-    rank is in two pairs of a round."""
+    """Return the rounds of links of a pipeline. A link is (sender, receiver). No rank has two links of one round.
+
+    Activations go in one direction and their gradients in the other.
+    """
     p = grid.pp
-    # From the last rank's chunk to the first's next one.
     is_ring = grid.virtual_stages > 1 and not grid.v_shaped and p > 2
     edges = [(r, (r + 1) % p) for r in range(p if is_ring else p - 1)]
     rounds = [edges[::2], edges[1::2]]
-    if is_ring and p % 2 == 1:  # both the first edge and the last have rank 0
+    if is_ring and p % 2 == 1:  # the first and the last edge both have rank 0, so the last one is a third round
         rounds.append([rounds[0].pop()])
-    return [pairs for forth in rounds for pairs in (forth, [(b, a) for a, b in forth]) if pairs]
+    directed = []
+    for pairs in rounds:
+        if pairs:
+            directed.append(pairs)
+            directed.append([(receiver, sender) for sender, receiver in pairs])
+    return directed
 
 
 def make_links(pipelines: list[list[int]], rounds: list[list[tuple[int, int]]],
                timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """The links of this rank: (sender, receiver) -> process group."""
-    me, links = dist.get_rank(), {}
-    mine = next(ranks for ranks in pipelines if me in ranks)
+    """Return the links of this rank: (sender, receiver) -> process group. Both are pipeline ranks."""
+    rank, links = dist.get_rank(), {}
+    pipeline = group_with(rank, pipelines)
     for pairs in rounds:
-        members = [[ranks[a], ranks[b]] for ranks in pipelines for a, b in pairs]
-        group = create_groups(members, timeout_s, is_link=True)
-        links |= {(a, b): group for a, b in pairs if me in (mine[a], mine[b])}
+        members = [[ranks[sender], ranks[receiver]] for ranks in pipelines for sender, receiver in pairs]
+        process_group = create_groups(members, timeout_s, is_link=True)
+        for sender, receiver in pairs:
+            if rank in (pipeline[sender], pipeline[receiver]):
+                links[sender, receiver] = process_group
     return links
+
+
+# ---- the coordinates of other ranks, for muon.py --------------------------------------------------------------------
+
+class Place(NamedTuple):
+    """The place of some rank on an axis, with the names that Group uses for this rank's."""
+    size: int
+    rank: int
+
+
+def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
+    """Return axis -> Place for each rank of this rank's group "muon", in rank order. This rank is one of them."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    members = members_of_axes(grid, model, world)
+    peers = group_with(rank, members["muon"])
+    places = {peer: {} for peer in peers}
+    for axis, groups in members.items():
+        for ranks in groups:
+            for coordinate, peer in enumerate(ranks):
+                if peer in places:
+                    places[peer][axis] = Place(len(ranks), coordinate)
+    return list(places.values())
+
+
+# ---- demo: python -m core.groups ------------------------------------------------------------------------------------
+
+def demo(group: Group) -> None:
+    """The groups of one rank of 16."""
+    grid, model, rank = Grid(pp=2, dp=2, cp=2, tp=2, ep=4), Model(experts=8), 5
+    arrays = arrays_of_ranks(grid, model, 16)
+    members = members_of_axes(grid, model, 16)
+    print("16 ranks, --pp 2 --dp 2 --cp 2 --tp 2 --ep 4")
+    for name, sizes in arrays.items():
+        place = numpy.unravel_index(rank, tuple(sizes.values()))
+        coordinates = ", ".join(f"{dimension} {i} of {size}" for i, (dimension, size) in zip(place, sizes.items()))
+        print(f"rank {rank} in the array {name!r}: {coordinates}")
+
+    print(f"\naxis       rank {rank}'s group               who communicates over it, and what")
+    for axis, groups in members.items():
+        ranks = [ranks for ranks in groups if rank in ranks]
+        if len(groups) == 1:
+            shown = f"all {len(groups[0])} ranks"
+        else:
+            shown = ", ".join(map(str, ranks[0])) if ranks else "none"
+        print(f"{axis:11s}{shown:29s}{AXES[axis].users}")
+
+    print("\nProcess groups, each for all axes with the same ranks, and for one kind of heavy traffic:")
+    for shared in share_groups(members):
+        print(f"    {len(shared.members):2} of {len(shared.members[0]):2} ranks   {', '.join(shared.axes):20s}"
+              f"{shared.traffic}".rstrip())
+    links = sum(len(pairs) for pairs in rounds_of(grid))
+    print(f"Each of the {len(members['pp'])} pipelines has {links} links: one per direction of a pair of neighbours.")
+
+
+if __name__ == "__main__":
+    run_demo(demo)
