@@ -1,39 +1,48 @@
-"""Muon: the update of a matrix is its momentum made orthogonal, which takes the whole matrix, not a shard of it.
+"""Muon: the update of a matrix is its momentum, made orthogonal. It needs the whole matrix, and ranks have shards.
 
-Saves: the second moment of all matrices (4 of 18 bytes a parameter in bf16); and steps: about half as many as AdamW's,
-       say Liu et al.
-Costs: 5 iterations of three matmuls for each matrix and step, 20 to 30 min(R, C) FLOPs per parameter, by its owner
-       alone; in each of two all-to-alls a rank sends about P/n elements with ZeRO, without it up to P in the second, in
-       bf16 in 16-bit runs; meanwhile 3 more elements of memory per element of the shard, and 1 per element owned
-       (plan/memory.py).
-Stops helping when: batches are so small that these FLOPs are no longer few beside those of forward and backward; or a
-       few large matrices cannot be divided evenly. Embedding, head, biases and norms keep AdamW.
+    A flat bucket of five matrices, which ZeRO has cut in two: each rank has half of w3.
 
-    momentum  M = mu M + (1 - mu) G           of each rank's shard; N = (1 - mu) G + mu M (Nesterov)
-    Newton-Schulz, from X = N / |N|, 5 times:
-              Y = X X^T;  X = a X + (b Y + c Y Y) X     moves singular values towards 1: N = U S V^T -> about U V^T
-    update    W = W - lr (0.2 sqrt(max(R, C)) X + decay W), an update as large as AdamW's, with its lr and decay
+                          rank 0           rank 1
+    gradient, momentum    w1  w2  w3'      w3" w4  w5       element by element, in the shards
+    all-to-all                    w3' ──►  w3
+    orthogonalise         w1  w2           w3  w4  w5       each matrix once, by its owner
+    all-to-all                    w3' ◄──  w3
+    update of weights     w1  w2  w3'      w3" w4  w5       element by element, in the shards
 
-ZeRO and tensor parallelism cut matrices. To orthogonalise each shard alone gives another update: in the demo it is 71%
-off on 2 ranks, 98% on 8. To gather every matrix everywhere repeats its matmuls on all ranks. So each matrix has one
-owner, of the n ranks of the axis "muon": all of dp x cp x tp that have the same stages (at ZeRO level 0, too, where dp
-ranks have copies and share the work). With --dp-replicate each replica does this work for itself.
+The momentum of a matrix usually has a few large singular values, so a step along it changes the weights in few
+directions. Muon sets all singular values to about 1: if N = U S V^T, the update is about U V^T. A few matmuls compute
+this without a decomposition (Newton-Schulz iterations). For a matrix W of R x C, with its gradient G:
 
-    flat bucket    [a a b b c|c d d e e]      cut by ZeRO for 2 ranks: each has a half of matrix c
-    shards of N    rank 0 a b c'   rank 1 c" d e
-    all-to-all     rank 0 a b      rank 1 c d e    owners have whole matrices, and orthogonalise them
-    all-to-all     rank 0 a b c'   rank 1 c" d e   each rank has the updates of its shard
+    M = mu M + (1 - mu) G                     momentum, mu = 0.95
+    N = mu M + (1 - mu) G                     Nesterov's look ahead, with the new M
+    X = N / |N|                               so that no singular value is above 1
+    5 times     Y = X X^T
+                X = a X + (b Y + c Y Y) X     moves each singular value s to a s + b s^3 + c s^5
+    W = W - lr (0.2 sqrt(max(R, C)) X + decay W)      about as large as an AdamW update: lr and decay can be the same
 
-The first all-to-all overlaps with AdamW's updates, the second with nothing. Owners are chosen so that each has about
-the same FLOPs: the largest matrix first, to the rank that has most of it, among those whose load does not exceed the
-mean; if there is none, to that with the least. Each expert's gate, up and down projections are matrices of their own.
+Embedding, head, biases and norms keep AdamW (optimizers.py).
+
+ZeRO and tensor parallelism cut matrices. Orthogonalising each shard by itself would be a different update: in the demo
+it is 71% off on 2 ranks and 98% on 8. Gathering every matrix on every rank would repeat its matmuls n times. So each
+matrix has one owner among the n ranks that share its pipeline stage: the axis "muon", shard x cp x tp. At ZeRO level 0
+ranks hold copies, and share the work in the same way. With --dp-replicate each replica does all the work.
+
+Saves: the second moment of all matrices, which is 4 of 18 bytes per parameter in bf16. Also steps: Liu et al. need
+       about half as many as with AdamW.
+Costs: 20 to 30 min(R, C) FLOPs per parameter of a matrix and step, computed only by the owner. Two all-to-alls, in bf16
+       in 16-bit runs. With ZeRO a rank sends about P/n elements in each; at level 0 it sends up to P in the second. The
+       first overlaps with AdamW's updates, the second with nothing. During the update, memory for 3 more elements per
+       element of the shard, and 1 per element that the rank owns.
+Stops helping when: batches are so small that these FLOPs are not few compared with forward and backward; or a few large
+       matrices cannot be divided evenly among the owners.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
 Shapes: n ranks of the axis "muon", P parameters in the matrices of a pipeline rank, R x C a whole matrix.
 """
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,65 +50,127 @@ from torch import Tensor
 
 from core.collectives import ALONE, Group, Pending, all_to_all, run_demo
 from core.config import OPTIMIZERS
-from core.param import Box, Spec, box_shape, local_box, pieces_within, shard_slice
+from core.param import Box, Spec, box_shape, local_box, parameter, pieces_within, shard_slice
 from optimizers import StepScalars
 
-MOMENTUM = 0.95
+MOMENTUM = 0.95  # mu
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: steepest at 0, and singular values stay near 1
 ITERATIONS = 5
 STACKED = 2**24  # the most elements of equal matrices that are orthogonalised in one batched matmul
 
 
-def kind_of(spec: Spec) -> str:
-    """Muon updates matrices, not vectors, nor tables (embedding and head). Each kind has its own buckets: vectors are
-    so small that one bucket has a whole stage's, and is complete only when backward ends; a table in it would wait."""
-    return "vector" if len(spec.shape) == 1 else "matrix" if spec.matrices else "table"
+# ---- the update of one matrix ---------------------------------------------------------------------------------------
 
-
-def matrix_shape(spec: Spec) -> tuple[int, int]:
-    """The shape of each of the spec.matrices equal matrices that are stacked in the parameter."""
-    return math.prod(spec.shape[:-1]) // spec.matrices, spec.shape[-1]
+def nesterov_momentum(grad: Tensor, m: Tensor) -> Tensor:
+    """Update the momentum m in place, and return N, which overwrites `grad`. Elements do not depend on each other."""
+    m.lerp_(grad, 1 - MOMENTUM)
+    return grad.lerp_(m, MOMENTUM)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """[k, R, C] -> about U V^T of each one's singular value decomposition U S V^T, by Newton-Schulz iterations in the
-    dtype of x: singular values near 0.7 to 1.2, except those below about 1/600 of the norm."""
+    """Return about U V^T of each matrix U S V^T of x, a stack [k, R, C], by Newton-Schulz iterations in its dtype.
+
+    Singular values end between 0.7 and 1.2, except values that were below about 1/600 of the norm.
+    """
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+    x = x.mT if tall else x  # so that X X^T is the smaller product
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # fused: sums are rounded once
+        gram = x @ x.mT  # Y
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b Y + c Y Y; fused: sums are rounded once
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 
+def update_factor(shape: Sequence[int]) -> float:
+    """Return the factor of an orthogonal R x C matrix that makes its elements as large as AdamW's updates are."""
+    return 0.2 * max(shape)**0.5
+
+
+def update_whole(weight: Tensor, grad: Tensor, m: Tensor, *, lr: float, weight_decay: float) -> None:
+    """Update one whole matrix and its momentum m, in place. This is Muon; the rest of the file does it in shards."""
+    n = nesterov_momentum(grad.clone(), m)  # each rank, of its shard
+    x = orthogonalize(n[None])[0]  # the owner, after the first all-to-all
+    update = x * update_factor(x.shape)
+    weight.mul_(1 - lr * weight_decay).sub_(lr * update)  # each rank, of its shard, after the second all-to-all
+
+
 def replace_by_updates(whole: dict[Hashable, Tensor]) -> None:
-    """Replace each N by 0.2 sqrt(max(R, C)) X. Matrices of a shape are multiplied together: experts are small."""
-    alike = defaultdict(list)
+    """Replace the N of each matrix that this rank owns by its update. whole: name -> matrix.
+
+    Matrices of the same shape are stacked and multiplied together, because the matrices of experts are small.
+    """
+    alike = defaultdict(list)  # shape -> names
     for name, matrix in whole.items():
         alike[matrix.shape].append(name)
     for shape, names in alike.items():
         most = max(1, STACKED // math.prod(shape))
-        for some in (names[start:start + most] for start in range(0, len(names), most)):
+        for start in range(0, len(names), most):
+            some = names[start:start + most]
+            # The stack gets no name here, so that orthogonalize can free it early.
             results = orthogonalize(torch.stack([whole.pop(name) for name in some]))
-            whole.update(zip(some, results.mul_(0.2 * max(shape)**0.5)))
+            results.mul_(update_factor(shape))
+            whole.update(zip(some, results))
 
 
 def orthogonalize_flops(rows: int, columns: int) -> int:
+    """Return the FLOPs of the three matmuls of all iterations, for one matrix."""
     small, large = sorted((rows, columns))
     return ITERATIONS * (4 * small * small * large + 2 * small**3)
 
 
+# ---- which parameters are matrices ----------------------------------------------------------------------------------
+
+def kind_of(spec: Spec) -> str:
+    """Return "matrix", "vector" or "table" (embedding and head). Muon updates only matrices.
+
+    zero.py does not mix kinds in a bucket. Vectors are so small that one bucket has all vectors of a stage. That bucket
+    is complete only when backward ends. A table in it would have to wait until then.
+    """
+    if len(spec.shape) == 1:
+        return "vector"
+    return "matrix" if spec.matrices else "table"
+
+
+def matrix_shape(spec: Spec) -> tuple[int, int]:
+    """Return R, C of each matrix in a parameter, which is a stack of spec.matrices equal ones.
+
+    An expert's gate and up projections are two matrices: w_gate_up [E, 2F, H] of E experts is a stack of 2E [F, H].
+    """
+    return math.prod(spec.shape[:-1]) // spec.matrices, spec.shape[-1]
+
+
+def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
+    """Yield (number of the matrix, box of it that the rank has), in the order in which the bucket has them.
+
+    A box is a block of a matrix: one slice per dimension. ZeRO's cut comes later, in pieces_of. Tensor parallelism cuts
+    only single matrices. A stack is cut only by expert parallelism, between experts, so its matrices are whole.
+    places: axis -> (size of the rank's group on the axis, its rank in the group), as in groups.peers_of.
+    """
+    box = local_box(spec, places)
+    if spec.matrices == 1:
+        yield 0, box
+        return
+    per_expert = spec.matrices // spec.shape[0]
+    for number in range(box[0].start * per_expert, box[0].stop * per_expert):
+        yield number, tuple(slice(0, n) for n in matrix_shape(spec))
+
+
+# ---- who has what, and who owns what --------------------------------------------------------------------------------
+# Every rank computes all of this for all ranks of its axis "muon", and alike, so nothing has to be communicated.
+
 class Piece(NamedTuple):
-    """A box of a matrix, and where its elements are in the shard of the rank that has them. Of a matrix a shard has at
-    most 3 boxes: the end of a row, complete rows, the beginning of a row (param.pieces_within)."""
-    matrix: tuple[str, int]
+    """A box of a matrix that lies in one rank's shard of a bucket, row by row.
+
+    A shard may begin and end inside a row. So it has at most 3 pieces of a matrix: the end of a row, complete rows, and
+    the beginning of a row (param.pieces_within).
+    """
+    matrix: tuple[str, int]  # the parameter's name, the number of the matrix in it
     box: Box
-    rank: int
+    rank: int  # of the axis "muon"
     bucket: int
-    place: slice
+    place: slice  # in the rank's shard of this bucket
 
     @property
     def numel(self) -> int:
@@ -107,63 +178,68 @@ class Piece(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One of the matrices of a parameter, and its pieces on all ranks of the group. A box that several ranks have
-    (replicated along an axis, or at level 0) is as many pieces: one is sent to the owner, all get the update."""
-    name: tuple[str, int]  # of the parameter; the matrix's number in it
+    """A matrix, and its pieces on all ranks. Ranks with copies of a box (replicated along an axis, or at ZeRO level 0)
+    each have a piece of it."""
+    name: tuple[str, int]
     shape: tuple[int, int]
     pieces: list[Piece]
 
 
-def local_matrices(spec: Spec, groups: Mapping) -> Iterator[tuple[int, Box]]:
-    """What a rank has of each matrix of a parameter before ZeRO cuts it: (number, box of the matrix), in the order of
-    the bucket. Only experts are stacked (w_gate_up [E, 2F, H] is 2E [F, H]), and only ep cuts them, between experts."""
-    box = local_box(spec, groups)
-    if spec.matrices == 1:  # tp may have sharded it
-        yield 0, box
-        return
-    per_expert = spec.matrices // spec.shape[0]  # whole ones
-    for number in range(box[0].start * per_expert, box[0].stop * per_expert):
-        yield number, tuple(slice(0, n) for n in matrix_shape(spec))
-
-
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
-    """The matrices of a pipeline rank, which all ranks of its axis "muon" list alike, without communication. buckets:
-    zero.py's ShardedBuckets of matrices alone, laid out alike on these ranks: `numel` elements in equal shards over
-    `group` (at level 0 in one), a parameter from its `offset`. peers: for each of these ranks axis -> the size of its
-    group on that axis and its rank in it, by groups.peers_of."""
+    """Return the matrices of this pipeline rank, sorted by name.
+
+    buckets: zero.py's ShardedBuckets of matrices. All ranks have the same ones, with the same layout.
+    peers: for each rank of the axis "muon" its places, see local_matrices.
+    """
     found: dict[tuple[str, int], Matrix] = {}
-    for index, bucket in enumerate(buckets):
-        for rank, places in enumerate(peers):
-            shards = places[bucket.group.axis] if bucket.is_sharded else ALONE
-            shard = shard_slice(bucket.numel, shards.size, shards.rank)
-            for param in bucket.params:
-                begin = bucket.offset[param] - shard.start  # of a matrix, in the shard; perhaps before it, or after
-                for number, box in local_matrices(param.spec, places):
-                    name = param.spec.name, number
-                    matrix = found.setdefault(name, Matrix(name, matrix_shape(param.spec), []))
-                    for piece, place in pieces_within(slice(0, shard.stop - shard.start), box, begin):
-                        matrix.pieces.append(Piece(name, piece, rank, index, place))
-                    begin += math.prod(box_shape(box))
+    for rank, places in enumerate(peers):
+        for index, bucket in enumerate(buckets):
+            for shape, piece in pieces_of(bucket, index, rank, places):
+                if piece.matrix not in found:
+                    found[piece.matrix] = Matrix(piece.matrix, shape, [])
+                found[piece.matrix].pieces.append(piece)
     return [found[name] for name in sorted(found)]
 
 
+def pieces_of(bucket, index: int, rank: int, places: Mapping) -> Iterator[tuple[tuple[int, int], Piece]]:
+    """Yield (shape of the matrix, piece of it) for all that one rank's shard of the bucket has."""
+    shards = places[bucket.group.axis] if bucket.is_sharded else ALONE
+    shard = shard_slice(bucket.numel, shards.size, shards.rank)
+    in_shard = slice(0, shard.stop - shard.start)
+    for param in bucket.params:
+        begin = bucket.offset[param] - shard.start  # of a matrix in the shard: below 0 if it begins before the shard
+        for number, box in local_matrices(param.spec, places):
+            name = param.spec.name, number
+            for part, place in pieces_within(in_shard, box, begin):
+                yield matrix_shape(param.spec), Piece(name, part, rank, index, place)
+            begin += math.prod(box_shape(box))
+
+
 def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
-    """The rank, of n, that orthogonalises each matrix: see the rule above."""
-    costs, loads = [orthogonalize_flops(*matrix.shape) for matrix in matrices], [0] * n
-    owners, mean = [0] * len(matrices), sum(costs) / n
+    """Return the owner of each matrix, one of n ranks. Owners get about equal work, and matrices that they have.
+
+    The largest matrix comes first. Its owner is the rank that has most of it, among the ranks that stay within the
+    mean load. If there is no such rank, its owner is the rank with the least load.
+    """
+    costs = [orthogonalize_flops(*matrix.shape) for matrix in matrices]
+    mean = sum(costs) / n
+    loads = [0] * n
+    owners = [0] * len(matrices)
     for i in sorted(range(len(matrices)), key=lambda i: -costs[i]):
-        held = [0] * n
+        held = [0] * n  # elements of this matrix on each rank
         for piece in matrices[i].pieces:
             held[piece.rank] += piece.numel
         room = [rank for rank in range(n) if loads[rank] + costs[i] <= mean]
-        owners[i] = (max(room, key=lambda rank: (held[rank], -loads[rank])) if room else
-                     min(range(n), key=lambda rank: (loads[rank], -held[rank])))
+        if room:
+            owners[i] = max(room, key=lambda rank: (held[rank], -loads[rank]))  # of equals, the least loaded
+        else:
+            owners[i] = min(range(n), key=lambda rank: (loads[rank], -held[rank]))  # of equals, who has most of it
         loads[owners[i]] += costs[i]
     return owners
 
 
-def senders(pieces: list[Piece], owner: int) -> list[Piece]:
-    """Return one piece of each box: the owner's own if it has the box, else the nearest rank's."""
+def one_of_each_box(pieces: list[Piece], owner: int) -> list[Piece]:
+    """Return the pieces that the owner receives, one of each box: its own if it has the box, or the nearest rank's."""
     nearest: dict[tuple, Piece] = {}
     for piece in pieces:
         box = tuple((side.start, side.stop) for side in piece.box)
@@ -172,74 +248,21 @@ def senders(pieces: list[Piece], owner: int) -> list[Piece]:
     return list(nearest.values())
 
 
-class Muon:
-    """The update of all matrices of a pipeline rank. What is computed between start and finish hides an all-to-all.
-
-    buckets, peers: see find_matrices. `master` and state["m"], the momentum, of a bucket are this rank's shards, in the
-    dtype of gradients. group: the axis "muon".
-    """
-    state = OPTIMIZERS["muon"]
-
-    def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping], weight_decay: float):
-        assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
-        self.buckets, self.group, self.weight_decay, first = buckets, group, weight_decay, buckets[0]
-        # From start to finish: N of this rank's shards, and whether the step is applied.
-        self.shards: list[Tensor] | None = None
-        self.applied: Tensor | None = None
-        self.matrices = find_matrices(buckets, peers)
-        self.owners = choose_owners(self.matrices, group.size)
-        dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
-        self.to_owners, self.from_owners = (Exchange(group, dtype, first.device) for _ in range(2))
-        for matrix, owner in zip(self.matrices, self.owners):
-            pieces = senders(matrix.pieces, owner)
-            assert sum(piece.numel for piece in pieces) == math.prod(matrix.shape)
-            for piece in pieces:
-                self.to_owners.add(piece, source=piece.rank, target=owner)
-            for piece in matrix.pieces:
-                self.from_owners.add(piece, source=owner, target=piece.rank)
-
-    def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
-        """Update the momenta and start to send them to the owners.
-
-        grads: bucket -> gradient of its shard, clipped and without a loss scale. If found_inf is 1 nothing changes: the
-        host does not read it, so all is computed and then not applied.
-        """
-        self.applied = step.found_inf == 0
-        self.shards = [self.add_to_momentum(bucket, grads[bucket].wait(), self.applied) for bucket in self.buckets]
-        self.to_owners.start(lambda piece: self.shards[piece.bucket][piece.place])
-
-    def finish(self, step: StepScalars) -> None:
-        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards."""
-        shards, applied = self.shards, self.applied
-        self.shards = self.applied = None  # they live until this returns
-        whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
-                 if owner == self.group.rank}
-        self.to_owners.finish(lambda piece: whole[piece.matrix][piece.box])
-        replace_by_updates(whole)
-        self.from_owners.start(lambda piece: whole[piece.matrix][piece.box])
-        whole.clear()
-        self.from_owners.finish(lambda piece: shards[piece.bucket][piece.place])
-        for bucket, of_shard in zip(self.buckets, shards):
-            update = of_shard.to(bucket.master.device, bucket.acc_dtype)
-            rate = step.lr * applied.to(update)
-            bucket.master.mul_(1 - self.weight_decay * rate).sub_(update.mul_(rate))
-            bucket.update_weights()
-
-    def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
-        """Update this rank's shard of M. Return its shard of N, in the dtype and on the device of the exchange."""
-        m = bucket.state["m"]
-        grad = torch.where(applied, grad, m)  # a copy; if not applied, m does not change, and N is finite
-        m.lerp_(grad, 1 - MOMENTUM)
-        return grad.lerp_(m, MOMENTUM).to(self.to_owners.like)
-
+# ---- the exchange ---------------------------------------------------------------------------------------------------
 
 class Exchange:
-    """An all-to-all of pieces, flat and in one tensor: for each rank those of the first matrix first. `start` and
-    `finish` take a function of a piece, which returns the view to send from, or to receive in."""
+    """An all-to-all of pieces.
+
+    add         Called once for each piece, on all ranks in the same order.
+    start       Takes the values of the pieces that this rank sends, in the order of `outgoing`.
+    finish      Takes a target for each piece that this rank receives, in the order of `incoming`, and fills it.
+    """
 
     def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
-        self.group, self.like = group, torch.empty(0, dtype=dtype, device=device)  # like: of what is exchanged
-        self.sends, self.receives = ([[] for _ in range(group.size)] for _ in range(2))  # by the other rank: pieces
+        self.group = group
+        self.like = torch.empty(0, dtype=dtype, device=device)  # has the dtype and device of all that is exchanged
+        self.sends: list[list[Piece]] = [[] for _ in range(group.size)]  # to each rank
+        self.receives: list[list[Piece]] = [[] for _ in range(group.size)]  # from each rank
         self.pending: Pending | None = None
 
     def add(self, piece: Piece, source: int, target: int) -> None:
@@ -248,25 +271,104 @@ class Exchange:
         if target == self.group.rank:
             self.receives[source].append(piece)
 
-    def start(self, view: Callable[[Piece], Tensor]) -> None:
-        output_splits, input_splits = ([sum(piece.numel for piece in pieces) for pieces in by_rank]
-                                       for by_rank in (self.receives, self.sends))
-        # like: a rank may have nothing to send, and cat takes no empty list
-        values = torch.cat([self.like, *(view(piece).flatten() for piece in sum(self.sends, []))])
-        received = self.like.new_empty(sum(output_splits))
-        self.pending = all_to_all(received, values, output_splits, input_splits, self.group, async_op=True)
+    @property
+    def outgoing(self) -> list[Piece]:
+        return [piece for pieces in self.sends for piece in pieces]
 
-    def finish(self, view: Callable[[Piece], Tensor]) -> None:
-        incoming = sum(self.receives, [])
-        values = self.pending.wait().split([piece.numel for piece in incoming])
-        for piece, value in zip(incoming, values):
-            into = view(piece)
-            into.copy_(value.view_as(into))
+    @property
+    def incoming(self) -> list[Piece]:
+        return [piece for pieces in self.receives for piece in pieces]
+
+    def start(self, values: list[Tensor]) -> None:
+        """Start to send."""
+        input_splits = [sum(piece.numel for piece in pieces) for pieces in self.sends]
+        output_splits = [sum(piece.numel for piece in pieces) for pieces in self.receives]
+        # With `like`, because a rank may have nothing to send, and cat takes no empty list.
+        sent = torch.cat([self.like, *(value.flatten() for value in values)])
+        received = self.like.new_empty(sum(output_splits))
+        self.pending = all_to_all(received, sent, output_splits, input_splits, self.group, async_op=True)
+
+    def finish(self, targets: list[Tensor]) -> None:
+        """Wait, and copy each piece into its target, which has the shape of the piece's box or is flat."""
+        received = self.pending.wait().split([piece.numel for piece in self.incoming])
+        for target, values in zip(targets, received):
+            target.copy_(values.view_as(target))
+
+
+# ---- the update of all matrices -------------------------------------------------------------------------------------
+
+class Muon:
+    """The update of all matrices of a pipeline rank, in two steps. What is computed between them hides an all-to-all.
+
+    start       Update the momenta of the shards, and start to send N to the owners.
+    finish      Orthogonalise the matrices that this rank owns, send the updates back, and update the shards.
+
+    buckets, peers: see find_matrices. A bucket has this rank's shard of the weights in bucket.master, and of the
+    momentum in bucket.state["m"], both in the dtype of gradients.
+    group: the axis "muon".
+    """
+    state = OPTIMIZERS["muon"]
+
+    def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping], weight_decay: float):
+        assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
+        self.buckets, self.group, self.weight_decay = buckets, group, weight_decay
+        # From start to finish: N of this rank's shard of each bucket, and whether the step is applied.
+        self.shards: list[Tensor] | None = None
+        self.applied: Tensor | None = None
+
+        self.matrices = find_matrices(buckets, peers)
+        self.owners = choose_owners(self.matrices, group.size)
+        first = buckets[0]
+        dtype = torch.bfloat16 if first.weights.itemsize == 2 else first.acc_dtype
+        self.to_owners = Exchange(group, dtype, first.device)
+        self.from_owners = Exchange(group, dtype, first.device)
+        for matrix, owner in zip(self.matrices, self.owners):
+            pieces = one_of_each_box(matrix.pieces, owner)
+            assert sum(piece.numel for piece in pieces) == math.prod(matrix.shape)
+            for piece in pieces:
+                self.to_owners.add(piece, source=piece.rank, target=owner)
+            for piece in matrix.pieces:  # all of them: ranks with copies of a box each get its update
+                self.from_owners.add(piece, source=owner, target=piece.rank)
+
+    def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
+        """Update the momenta, and start to send N to the owners.
+
+        grads: bucket -> gradient of its shard, clipped and without a loss scale. If step.found_inf is 1, nothing
+        changes. The host cannot know, because it would have to wait: all is computed, and then not applied.
+        """
+        self.applied = step.found_inf == 0
+        self.shards = [self.add_to_momentum(bucket, grads[bucket].wait(), self.applied) for bucket in self.buckets]
+        self.to_owners.start([self.shards[piece.bucket][piece.place] for piece in self.to_owners.outgoing])
+
+    def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
+        """Update this rank's shard of M. Return its shard of N, in the dtype and on the device of the exchange."""
+        m = bucket.state["m"]
+        grad = torch.where(applied, grad, m)  # a copy. If the step is not applied, M and N are m, which is finite
+        return nesterov_momentum(grad, m).to(self.to_owners.like)
+
+    def finish(self, step: StepScalars) -> None:
+        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards."""
+        shards, applied = self.shards, self.applied
+        self.shards = self.applied = None  # so that they are freed when this returns
+        whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
+                 if owner == self.group.rank}
+        self.to_owners.finish([whole[piece.matrix][piece.box] for piece in self.to_owners.incoming])
+        replace_by_updates(whole)
+
+        self.from_owners.start([whole[piece.matrix][piece.box] for piece in self.from_owners.outgoing])
+        whole.clear()
+        self.from_owners.finish([shards[piece.bucket][piece.place] for piece in self.from_owners.incoming])
+        for bucket, of_shard in zip(self.buckets, shards):
+            update = of_shard.to(bucket.master.device, bucket.acc_dtype)
+            rate = step.lr * applied.to(update)  # 0 if the step is not applied
+            bucket.master.mul_(1 - self.weight_decay * rate).sub_(update.mul_(rate))
+            bucket.update_weights()
 
 
 # ---- demo: python muon.py -------------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
+    """Show what orthogonalising does, why it needs whole matrices, and the figure of the docstring."""
     size, generator = 512, torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(2))
     momentum = (a * torch.logspace(0, -3, size, dtype=a.dtype) @ b)[None]  # like a gradient's: few directions dominate
@@ -278,6 +380,18 @@ def demo(group: Group) -> None:
     for t in 2, 4, 8:
         alone = torch.cat([orthogonalize(shard) for shard in momentum.chunk(t, dim=1)], dim=1)
         print(f"each shard of {t} ranks orthogonalised alone: {(alone - whole).norm() / whole.norm():.0%} off")
+
+    print("\nFive 4 x 8 matrices in a bucket that ZeRO has cut for 2 ranks")
+    params = [parameter(Spec(name, (4, 8)), {}, torch.float32) for name in ("w1", "w2", "w3", "w4", "w5")]
+    bucket = SimpleNamespace(params=params, offset={param: 32 * i for i, param in enumerate(params)}, numel=5 * 32,
+                             group=Group("dp"), is_sharded=True)
+    peers = [{"dp": SimpleNamespace(size=2, rank=rank)} for rank in range(2)]
+    matrices = find_matrices([bucket], peers)
+    for matrix, owner in zip(matrices, choose_owners(matrices, 2)):
+        rows = " and ".join(f"rows {piece.box[0].start} to {piece.box[0].stop - 1} on rank {piece.rank}"
+                            for piece in matrix.pieces)
+        sent = sum(piece.numel for piece in matrix.pieces if piece.rank != owner)
+        print(f"    {matrix.name[0]}: {rows}. Rank {owner} owns it; {sent} elements are sent there and back.")
 
 
 if __name__ == "__main__":
