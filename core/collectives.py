@@ -1,21 +1,39 @@
-"""Collectives with async handles, byte counters and autograd wrappers: all communication.
+"""All communication: collectives with handles, byte counters and derivatives.
+
+                     x, which a rank     result                         bytes that a rank sends
+                     passes in
+                     rank 0    rank 1    rank 0         rank 1
+    all_reduce       a0 a1     b0 b1     a0+b0 a1+b1    a0+b0 a1+b1     2 (n-1)/n |x|
+    reduce_scatter   a0 a1     b0 b1     a0+b0          a1+b1             (n-1)/n |x|
+    all_gather       a0 a1     b0 b1     a0 a1 b0 b1    a0 a1 b0 b1       (n-1)   |x|
+    all_to_all       a0 a1     b0 b1     a0 b0          a1 b1                     |x| minus rows that stay
+    shift            a0 a1     b0 b1     b0 b1          a0 a1                     |x|
+    send, receive    a0 a1                              a0 a1                     |x| from rank 0
+
+Two ranks: the halves of x are a0 and a1 on rank 0, and b0 and b1 on rank 1. The formulas are for n ranks and an x of
+|x| bytes.
+
+An all-reduce is a reduce-scatter and then an all-gather. The formulas hold for ring algorithms; NCCL may choose others.
+learn/written_out.py has every collective written out, hop by hop.
+
+The derivative of a collective depends on how ranks use its result:
+
+    forward          used by the ranks    backward         autograd function
+    identity         each differently     all_reduce       Identity__AllReduce           f of Shoeybi et al. 2019
+    all_reduce       all in the same way  identity         AllReduce__Identity           their g
+    all_gather       each differently     reduce_scatter   AllGather__ReduceScatter      g of Korthikanti et al. 2022
+    all_to_all       each its own rows    all_to_all       AllToAll__AllToAll            rows go back
+
+If each rank uses the same tensor differently, each computes one term of its gradient, so backward sums the terms. If
+all ranks compute the same from it, each has the complete gradient already. A sum would be n times too large.
+
+In a group of one rank every collective is the identity and sends nothing. So all other files also work in one process.
+(`send` and `receive` need a second rank.)
 
 Three mistakes that torch.distributed does not report, and what this file does about them:
-- `all_reduce(x.contiguous())` may leave its result in a copy of x. Here a tensor that is not contiguous is an error.
+- `all_reduce(x.contiguous())` may leave its result in a copy of x. This file refuses a tensor that is not contiguous.
 - An asynchronous collective whose tensors are freed before it has ended sends garbage. A `Pending` keeps them alive.
-- In an autograd graph a collective has no derivative, or a wrong one. The Functions below have the right one.
-
-Bytes that a rank sends for a tensor x of |x| bytes on n ranks, with a ring (NCCL may choose a different algorithm):
-
-    all_reduce       2 (n-1)/n |x|       a reduce_scatter, then an all_gather
-    reduce_scatter     (n-1)/n |x|       x is the full tensor
-    all_gather         (n-1)   |x|       x is one rank's shard
-    all_to_all                 |x|       minus the rows that stay on this rank
-    shift, send                |x|
-
-`sent` counts these bytes per axis of the grid. In a group of one rank every collective is the identity and sends
-nothing, so each module also works alone in one process; only `send` and `receive` need a second rank.
-learn/written_out.py has every collective written out, and shows who sends what to whom.
+- In an autograd graph a collective has no derivative, or a wrong one. The autograd functions have the right one.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
 """
@@ -35,9 +53,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along an axis of the grid, for which its bytes are counted. process_group: as torch knows them (axes
-    that are never busy at once may share one); None: this rank alone, for which every collective is the identity.
-    links: (from, to), ranks of this group -> a process group of these two, for what the first sends the second.
+    """This rank's group on one axis of the grid, such as "tp". core/groups.py makes them.
+
+    axis: the name under which bytes are counted.
+    process_group: the group in torch. Several axes may share one. None for a group of one rank.
+    links: (sender, receiver) -> the process group for transfers from one rank of this group to another.
     """
     axis: str = ""
     process_group: dist.ProcessGroup | None = None
@@ -62,68 +82,76 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-# ---- counting and watching calls -------------------------------------------------------------------------------------
-
-class Call(NamedTuple):
-    """A collective that this rank has called."""
-    operation: str
-    axis: str
-    number: int  # of all calls on this axis, from 1; the same on every rank of it, but for sends and receives
-    peer: int | None = None  # the other rank, in the group, of a send or receive
-
-
-sent: Counter[str] = Counter()  # bytes per axis
-calls: Counter[str] = Counter()  # collectives per axis
-
-# The context in which every collective is called and waited for: this one does nothing. run/ranks.py sets one that
-# records calls, from which a watchdog finds out who is missing when ranks wait for ever.
-watch: Callable[[Call | None], AbstractContextManager] = nullcontext
-
-
-def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Call]:
-    """Count a call, which its caller makes in the context that is returned. nbytes: that this rank sends."""
-    sent[group.axis] += nbytes
-    calls[group.axis] += 1
-    return watch(Call(operation, group.axis, calls[group.axis], peer))
-
+# ---- handles --------------------------------------------------------------------------------------------------------
 
 class Pending:
-    """A collective in flight, with references to all tensors that it still reads and writes. To hide it:
-    `pending = all_gather(out, x, group, async_op=True)`, then compute something else, then `out = pending.wait()`.
-    After `wait` this process may use the result, with NCCL only in later work on the current stream.
+    """A collective in flight: a handle, as dist.Work is. It keeps all tensors alive that are still read and written.
 
-    work: None if the collective was synchronous; a list if it has several parts, as `shift`."""
+        pending = all_gather(out, x, group, async_op=True)      starts
+        y = other @ work                                        hides the communication
+        out = pending.wait()                                    may be read from now on
+
+    With NCCL `wait` does not block the host: it makes later work on the current stream wait.
+    work: None if the collective was synchronous; a list if it has several parts, as `shift` has.
+    """
 
     def __init__(self, work: dist.Work | list[dist.Work] | None, result: torch.Tensor, *inputs: torch.Tensor,
-                 call: Call | None = None):
+                 call: "Call | None" = None):
         works = work if isinstance(work, list) else [work]
         self.works = [work for work in works if work is not None]
         self.tensors = (result, *inputs) if self.works else ()
         self.result, self.call = result, call
 
     def completed(self) -> bool:
-        """Whether the collective has ended; does not wait."""
+        """Return whether the collective has ended, without waiting."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> torch.Tensor:
+        """Wait for the collective and return its result. Afterwards this object holds no tensors."""
         if self.works:
             with watch(self.call):
                 for work in self.works:
                     work.wait()
-        result, self.works, self.tensors, self.result = self.result, [], (), None
+        result = self.result
+        self.works, self.tensors, self.result = [], (), None
         return result
 
 
 def done(result: torch.Tensor) -> Pending:
-    """A result for which nothing is in flight, as in a group of one rank."""
+    """Return a Pending with a result for which nothing is in flight, as in a group of one rank."""
     return Pending(None, result)
 
 
-# ---- collectives that write into tensors of the caller ---------------------------------------------------------------
-# They return a Pending; without async_op it has already been waited on. Tensors must be contiguous.
+# ---- counting and watching calls ------------------------------------------------------------------------------------
+
+class Call(NamedTuple):
+    """A call of a collective by this rank. All ranks of a group number their calls alike, except sends and receives."""
+    operation: str
+    axis: str
+    number: int  # counts the calls on this axis, from 1
+    peer: int | None = None  # the other rank of a send or receive, counted within the group
+
+
+sent: Counter[str] = Counter()  # axis -> bytes that this rank has sent
+calls: Counter[str] = Counter()  # axis -> collectives that it has called
+
+# The context in which every collective is called and waited for. This one does nothing. run/ranks.py replaces it by one
+# that records the calls: if ranks wait forever, its watchdog can then say which rank is missing.
+watch: Callable[[Call | None], AbstractContextManager] = nullcontext
+
+
+def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Call]:
+    """Count a call that sends `nbytes` from this rank. Return a context, in which the caller then makes the call."""
+    sent[group.axis] += nbytes
+    calls[group.axis] += 1
+    return watch(Call(operation, group.axis, calls[group.axis], peer))
+
+
+# ---- collectives that write into tensors of the caller --------------------------------------------------------------
+# Each returns a Pending. Without async_op, the collective has already been waited for. Tensors must be contiguous.
 
 def all_reduce(x: torch.Tensor, group: Group, op=dist.ReduceOp.SUM, async_op: bool = False) -> Pending:
-    """Replace x, of any shape, by its sum over the ranks of the group, or with op=MAX by its maximum."""
+    """Replace x, of any shape, by its sum over the ranks of the group; with op=MAX, by its maximum."""
     if group.size == 1:
         return done(x)
     assert x.is_contiguous(), "the result would be written to a copy"
@@ -162,9 +190,10 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
 
 
 def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pending:
-    """Send `outgoing` to the next rank of the ring and fill `incoming` from the previous one; always asynchronous.
+    """Send `outgoing` to the next rank of the ring and fill `incoming` from the previous rank. Always asynchronous.
 
-    Both are issued in one batch: with NCCL a separate send may block until its receive is issued, on every rank.
+    Both transfers are issued in one batch. With NCCL a separate send may block until its receive is issued, and every
+    rank would block in its send.
     """
     if group.size == 1:
         return done(incoming.copy_(outgoing))
@@ -178,7 +207,7 @@ def shift(incoming: torch.Tensor, outgoing: torch.Tensor, group: Group) -> Pendi
 
 
 def send(x: torch.Tensor, peer: int, group: Group) -> Pending:
-    """Start to send x to rank `peer` of the group. Two ranks must issue their transfers in the same order."""
+    """Start to send x to rank `peer` of the group. Both ranks must issue their transfers in the same order."""
     assert group.size > 1, "a group of one rank has no peer to send to"  # torch would take None for the world
     assert x.is_contiguous()
     link = group.links.get((group.rank, peer), group.process_group)
@@ -195,37 +224,35 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
         return Pending(dist.irecv(x, dist.get_global_rank(group.process_group, peer), link), x, call=call)
 
 
-# ---- the same into new tensors ---------------------------------------------------------------------------------------
-# Tensors may be strided. gather_rows and reduce_rows, which tensor parallel layers hide, return a Pending, as above.
+# ---- the same into new tensors --------------------------------------------------------------------------------------
+# These also take strided tensors. Tensor parallel layers hide gather_rows and reduce_rows, so these return a Pending.
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of x over the ranks."""
+    """Return the sum of x over the ranks."""
     return all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 
 def gather_rows(x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
-    """The rows of all ranks, in rank order: [R, ...] -> [n R, ...]."""
+    """Gather the rows of all ranks, in rank order: [R, ...] -> [n R, ...]."""
     return all_gather(x.new_empty(group.size * len(x), *x.shape[1:]), x.contiguous(), group, async_op)
 
 
 def reduce_rows(x: torch.Tensor, group: Group, async_op: bool = False) -> Pending:
-    """This rank's rows of the sum over the ranks: [n R, ...] -> [R, ...]."""
+    """Sum x over the ranks, and keep this rank's rows: [n R, ...] -> [R, ...]."""
     return reduce_scatter(x.new_empty(len(x) // group.size, *x.shape[1:]), x.contiguous(), group, async_op)
 
 
 def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Group) -> torch.Tensor:
-    """The rows that all ranks send to this one, in rank order; splits as in `all_to_all`."""
+    """Return the rows that all ranks send to this rank, in rank order. The splits are as in `all_to_all`."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     return all_to_all(out, x.contiguous(), output_splits, input_splits, group).wait()
 
 
-# ---- collectives with derivatives ------------------------------------------------------------------------------------
-# A name gives the collective of forward and, after "__", that of backward. Which backward is right depends on how the
-# ranks use the result: where each uses it differently, their gradients are terms of a sum; where all compute the same
-# from it, each rank already has the complete gradient.
+# ---- collectives with derivatives -----------------------------------------------------------------------------------
+# A name is the collective of forward, "__", the collective of backward. The table at the top says when each is right.
 
 class Identity__AllReduce(torch.autograd.Function):
-    """x is the same on every rank, and each rank uses it differently (f of Shoeybi et al. 2019)."""
+    """For an x that is the same on every rank, and that each rank uses differently, such as column-parallel layers."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -238,7 +265,7 @@ class Identity__AllReduce(torch.autograd.Function):
 
 
 class AllReduce__Identity(torch.autograd.Function):
-    """Every rank has a term of the sum, and all ranks compute the same from the sum (g of Shoeybi et al. 2019)."""
+    """For an x that is a term of a sum on each rank, where all ranks compute the same from the sum."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -250,7 +277,7 @@ class AllReduce__Identity(torch.autograd.Function):
 
 
 class AllGather__ReduceScatter(torch.autograd.Function):
-    """Every rank has R of n R rows, and each uses the gathered tensor differently (g of Korthikanti et al. 2022)."""
+    """For an x that is R of n R rows on each rank, where each rank uses all rows differently."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -263,7 +290,7 @@ class AllGather__ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll__AllToAll(torch.autograd.Function):
-    """Rows are sent to other ranks; their gradients are sent back."""
+    """For rows that other ranks use. Their gradients are sent back."""
 
     @staticmethod
     def forward(ctx, x, output_splits, input_splits, group):
@@ -275,19 +302,20 @@ class AllToAll__AllToAll(torch.autograd.Function):
         return exchange_rows(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None
 
 
-# ---- a process: its world, copies to its device, and what `python FILE.py` does --------------------------------------
+# ---- a process: its world, copies to its device, and what `python FILE.py` does -------------------------------------
 
 @contextmanager
 def world(device: torch.device | str = "cpu", timeout_s: float = 600,
           store: dist.Store | None = None) -> Iterator[Group]:
-    """The group of all ranks that torchrun started: NCCL on GPUs, gloo on CPUs. store: of keys (None: torch's own).
+    """Yield the group of all ranks that torchrun started. The backend is NCCL on GPUs, and gloo on CPUs.
 
-    The body of the `with` should be one function call, whose variables are freed when it returns: a gloo group that is
+    store: where the ranks find each other; None for torch's own.
+    The body of the `with` should be one function call, whose variables are freed when it returns. A gloo group that is
     still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
-    groups, so they are freed by the garbage collector. After an exception nothing is cleaned up: the process exits.
+    groups, so only the garbage collector frees them. After an exception nothing is cleaned up: the process exits.
     """
     device = torch.device(device)
-    # torch warns that a link executes one transfer after the other: it is meant, as both its ranks issue them in order.
+    # torch warns that a link executes its transfers one after the other. Both its ranks issue them in the same order.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
     dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
@@ -299,15 +327,17 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of the host on the device. The host does not wait for the copy: it is made from pinned memory."""
+    """Copy a tensor of the host to the device, from pinned memory, so that the host need not wait for the copy."""
     if torch.device(device).type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
-    """Run a file's demo: on the ranks that torchrun started, else on so many that are started here. --help prints the
-    file's docstring, and there are no other flags."""
+    """Run a file's demo on the ranks that torchrun started. Without torchrun, start `ranks` ranks by it.
+
+    --help prints the file's docstring. There are no other flags.
+    """
     arguments = sys.argv[1:]
     if arguments in (["--help"], ["-h"]):
         print(sys.modules["__main__"].__doc__)
@@ -325,3 +355,50 @@ def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
                                   *sys.orig_argv[1:]])
     else:
         demo(ALONE)
+
+
+# ---- demo: python -m core.collectives -------------------------------------------------------------------------------
+
+def demo(group: Group) -> None:
+    """Print both tables of the docstring, with numbers and counted bytes."""
+    n = group.size
+    if group.rank == 0:
+        print("Results of rank 0, rank 1 and so on, and bytes sent")
+
+    def show(name: str, result: torch.Tensor, nbytes: int) -> None:
+        """Print the result of every rank, and how many bytes this rank has sent for it."""
+        of_ranks = gather_rows(result.detach(), group).wait().view(n, -1).int().tolist()
+        if group.rank == 0:
+            print(f"{name:26s}{''.join(f'{str(values):20s}' for values in of_ranks)}{nbytes:3d}")
+
+    x = torch.arange(1.0, n + 1) * 10**group.rank  # fp32
+    show(f"x, {x.nbytes} bytes", x, 0)
+    whole, one, same = torch.empty(n * n), torch.empty(1), torch.empty(n)
+    for name, call in (
+            ("all_reduce", lambda: all_reduce(x.clone(), group)),
+            ("reduce_scatter", lambda: reduce_scatter(one, x, group)),
+            ("all_gather", lambda: all_gather(whole, x, group)),
+            ("all_to_all", lambda: all_to_all(same, x, [1] * n, [1] * n, group)),
+            ("shift", lambda: shift(same, x, group))):
+        before = sent[group.axis]
+        result = call().wait()
+        show(name, result, sent[group.axis] - before)
+
+    # Ranks use a result differently: the loss of rank r is 10^r times its sum. After an all-reduce all have one loss.
+    factor = 10**group.rank
+    if group.rank == 0:
+        print("\nGradients of x, and bytes sent in backward")
+    for function, splits, upstream in (
+            (Identity__AllReduce, (), factor),
+            (AllReduce__Identity, (), 1),
+            (AllGather__ReduceScatter, (), factor),
+            (AllToAll__AllToAll, ([1] * n, [1] * n), factor)):
+        leaf = x.clone().requires_grad_()
+        loss = upstream * function.apply(leaf, *splits, group).sum()
+        before = sent[group.axis]
+        loss.backward()
+        show(function.__name__, leaf.grad, sent[group.axis] - before)
+
+
+if __name__ == "__main__":
+    run_demo(demo, ranks=2)
