@@ -338,12 +338,13 @@ def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
 
     --help prints the file's docstring. There are no other flags.
     """
-    arguments = sys.argv[1:]
+    arguments, main = sys.argv[1:], sys.modules["__main__"]
     if arguments in (["--help"], ["-h"]):
-        print(sys.modules["__main__"].__doc__)
+        print(main.__doc__)
         return
     if arguments:
-        print(f"{os.path.basename(sys.argv[0])}: error: unrecognized arguments: {' '.join(arguments)}", file=sys.stderr)
+        name = main.__spec__.name if main.__spec__ else os.path.basename(sys.argv[0])  # of python -m NAME
+        print(f"{name}: error: unrecognized arguments: {' '.join(arguments)}", file=sys.stderr)
         sys.exit(2)
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
