@@ -1,57 +1,52 @@
-"""How a parameter is sharded over the grid, and how it is initialised. How it receives its gradient: core/gradients.py.
+"""How a parameter is sharded over the grid, and how it gets its initial values.
 
-Three words, in the order in which a parameter meets them:
+One example, wq of a model with 2 heads of 3 rows and a hidden size of 4, on --tp 2 --dp 2 --zero 1:
 
-Spec    A record that says what a parameter is. Initialisation, gradient reduction, gradient norm, weight decay and
-        checkpoints all follow from it. An example, an [F, H] weight of which each tensor parallel rank has F/t rows:
+    Spec("layers.0.attention.wq", shape=(6, 4), along={"tp": 0}, std=0.02)      its record, the same on every rank
 
-            Spec("layers.7.ffn.w_up", shape=(F, H), along={"tp": 0}, std=0.02)
+             tensor parallelism      ZeRO flattens each box, and cuts it into equal
+             cuts the rows           shards without regard to rows (padding not shown)
+    row 0    . . . .
+    row 1    . . . .   tp rank 0
+    row 2    . . . .
+    row 3    x x x x                 a a a a
+    row 4    x x x x   tp rank 1     a a b b       a: the shard of dp rank 0
+    row 5    x x x x                 b b b b       b: the shard of dp rank 1
 
-box     A block of the global tensor, one slice per dimension. With t = 2, the second rank's box of this weight is
-        (slice(F/2, F), slice(0, H)).
-source  A function (spec, box) -> tensor that returns the values of any box of any parameter. `draw` returns seeded
-        random numbers; a checkpoint is another source. A rank asks only for boxes that it has.
+    (slice(3, 6), slice(0, 4))                     the box of tp rank 1
 
-Shapes: t tensor parallel ranks, K key and value heads, F ffn, H hidden.
+    source(spec, (slice(4, 5), slice(2, 4)))       What tp rank 1, dp rank 1 asks the source of initial values for: the
+    source(spec, (slice(5, 6), slice(0, 4)))       boxes of b, the end of row 4 and all of row 5.
+
+Spec        A record that says what a parameter is. Its initial values, the reduction and norm of its gradient, weight
+            decay and checkpoints all follow from it.
+box         A block of a global tensor: one slice per dimension. A rank's box is its part of the parameter.
+source      A function (spec, box) -> tensor that returns the values of any box of any parameter: `draw`, or a
+            checkpoint. A rank asks only for elements that it keeps. So a checkpoint of one grid loads on any other.
+
+core/gradients.py says how a parameter receives its gradient.
 """
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from core.collectives import ALONE, Groups
+from core.collectives import ALONE, Group, Groups, run_demo
 
 Box = tuple[slice, ...]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-IGNORED = -100  # the label of a token that has no loss
-# A product whose sum cuBLAS computes in parts is rounded once, not part by part.
-torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Raise RuntimeError unless each label is a token of the vocabulary or IGNORED.
-
-    The host does not wait for a GPU: there an assertion fails on the device, and a later call raises, as after torch's
-    own cross entropy.
-    """
-    is_known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
-    torch._assert_async(is_known.all(), f"a label is neither in 0..{vocab_size - 1} nor {IGNORED}, that of no loss")
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype, at least fp32, in which a run in `dtype` accumulates gradients, statistics, angles and losses."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-# ---- Spec and box ---------------------------------------------------------------------------------------------------
+# ---- Spec -----------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Spec:
-    """How a parameter is sharded and initialised. `along` says how it lies on the ranks of an axis, as DTensor says it:
+    """How a parameter is sharded and initialised.
+
+    `along` says how the parameter lies on the ranks of each axis. Placements are named as in DTensor:
 
         along                  parameter    gradient     an example
         {"tp": 0}              Shard(0)     Shard(0)     a column-parallel weight: each rank has different rows
@@ -59,18 +54,25 @@ class Spec:
         {"tp": "partial"}      Replicate    Partial      a norm's weight, if each rank has different tokens (sequence
                                                          parallelism): a rank's gradient is one term of the sum
 
-    Axes are "tp"; "ep"; "tie", the first and the last pipeline stage, which share a tied embedding; and of wk and wv in
-    place of "tp", if t > K: "kv", which head (0 0 1 1 on 4 tp ranks if K = 2), and "kv_copy", which copy of it (0 1 0
-    1). The data axis is not in `along`: before ZeRO a parameter is replicated on its ranks, its gradient partial.
+    The axes in `along`, all from core/groups.py:
+
+        "tp", "ep"           tensor and expert parallelism
+        "tie"                the first and the last pipeline stage, which share a tied embedding
+        "kv", "kv_copy"      for wk and wv in place of "tp", if there are more tp ranks than key and value heads. An
+                             example with 2 heads on 4 tp ranks: "kv" says which head a rank has (0 0 1 1), and
+                             "kv_copy" says which copy of this head (0 1 0 1).
+
+    The data axis is not in `along`. Before ZeRO cuts anything, every parameter is Replicate on it, and its gradient is
+    Partial.
     """
-    name: str  # global: the same on every grid
+    name: str  # the same on every grid
     shape: tuple[int, ...]  # of the global tensor
     along: dict[str, int | str] = field(default_factory=dict)
-    data_axis: str = "dp"  # the axis that ZeRO shards it over; of experts "edp": see core/groups.py
+    data_axis: str = "dp"  # the axis over which its gradient is summed, and ZeRO shards it; "edp" for experts
     decay: bool = True  # whether weight decay applies
-    mean: float = 0.0  # of the normal distribution that initial values are drawn from
+    mean: float = 0.0  # of the normal distribution from which initial values are drawn
     std: float = 0.0  # 0: all initial values are `mean`
-    matrices: int = 1  # how many equal matrices it is a stack of, along the first dimensions; 0: no matrix to muon.py
+    matrices: int = 1  # for muon.py: how many equal matrices are stacked in it, along the first dimensions; 0: a table
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
@@ -83,94 +85,181 @@ class Spec:
         return tuple(axis for axis, how in self.along.items() if how in ("replicate", "partial"))
 
 
-def shard_slice(n: int, shards: int, index: int) -> slice:
-    """Shard `index` of n items, in order, in shards whose sizes differ by at most one."""
-    return slice(index * n // shards, (index + 1) * n // shards)
+def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
+    """Return the nn.Parameter for this rank's box. It has no memory of its own: one element is expanded to the shape.
 
+    The parameter's bucket (dp.py, zero.py) allocates the memory later.
+    """
+    box = local_box(spec, groups)
+    param = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(box_shape(box)))
+    param.spec, param.box = spec, box
+    param.sink = None  # its bucket, set by attach_sink (core/gradients.py). Without one, gradients go to `.grad`
+    param.generation = 0  # counts changes of the values, so that caches can see whether they are stale
+    return param
+
+
+# ---- box ------------------------------------------------------------------------------------------------------------
 
 def local_box(spec: Spec, groups: Groups) -> Box:
-    """The box of the parameter that this rank has."""
+    """Return the box of the parameter that this rank has."""
     box = [slice(0, n) for n in spec.shape]
     for axis, dim in spec.along.items():
         if isinstance(dim, int):
-            box[dim] = shard_slice(spec.shape[dim], groups.get(axis, ALONE).size, groups.get(axis, ALONE).rank)
+            group = groups.get(axis, ALONE)
+            box[dim] = shard_slice(spec.shape[dim], group.size, group.rank)
     return tuple(box)
 
 
-def most_elements(spec: Spec, groups: Groups) -> int:
-    """How many elements the largest of all ranks' boxes has: a table's vocabulary need not divide evenly."""
-    shards_of = {dim: groups.get(axis, ALONE).size for axis, dim in spec.along.items() if isinstance(dim, int)}
-    return math.prod(-(-n // shards_of.get(dim, 1)) for dim, n in enumerate(spec.shape))
-
-
-def is_first_replica(spec: Spec, groups: Groups) -> bool:
-    """Whether this rank, of those that have the same box (data axis aside), counts it in the norm and saves it."""
-    return not any(groups.get(axis, ALONE).rank for axis in spec.replicated_axes)
+def shard_slice(n: int, shards: int, index: int) -> slice:
+    """Return the slice of shard `index`, if n items are cut in order into shards. Their sizes differ by at most one."""
+    return slice(index * n // shards, (index + 1) * n // shards)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(s.stop - s.start for s in box)
+    return tuple(side.stop - side.start for side in box)
 
 
-def boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Elements start..stop of a flattened box of a tensor with n dimensions, as at most 2n-1 boxes of it, in order. Of
-    a matrix . . a a | b b b b | b b b b | c . . . the end of a row, complete rows, and the beginning of a row."""
+def most_elements(spec: Spec, groups: Groups) -> int:
+    """Return the number of elements of the largest box of any rank: a vocabulary need not divide evenly."""
+    shape = list(spec.shape)
+    for axis, dim in spec.along.items():
+        if isinstance(dim, int):
+            shape[dim] = math.ceil(spec.shape[dim] / groups.get(axis, ALONE).size)
+    return math.prod(shape)
+
+
+def is_first_replica(spec: Spec, groups: Groups) -> bool:
+    """Return whether this rank is the first of the ranks that have its box, apart from the data axis.
+
+    Only the first replica counts the box in the gradient norm, and saves it.
+    """
+    return not any(groups.get(axis, ALONE).rank for axis in spec.replicated_axes)
+
+
+def boxes(box: Box, start: int, stop: int) -> list[Box]:
+    """Return elements start..stop of a flattened box as boxes of the global tensor, in order.
+
+    These are at most 2n-1 boxes for n dimensions. For a matrix: the end of a row, complete rows, the start of a row.
+
+        . . a a
+        b b b b       start = 2, stop = 13: boxes a, b, c
+        b b b b
+        c . . .
+    """
+    found = []
     first_row, row_size = box[0].start, math.prod(box_shape(box[1:]))
     while start < stop:
         row, offset = divmod(start, row_size)
         if offset == 0 and start + row_size <= stop:  # complete rows
             last = stop // row_size
-            yield (slice(first_row + row, first_row + last), *box[1:])
+            found.append((slice(first_row + row, first_row + last), *box[1:]))
             start = last * row_size
-        else:  # a part of one row
-            end, this_row = min(stop, (row + 1) * row_size), slice(first_row + row, first_row + row + 1)
-            yield from ((this_row, *columns) for columns in boxes(box[1:], offset, end - row * row_size))
+        else:  # a part of one row, which has one dimension less
+            end = min(stop, (row + 1) * row_size)
+            this_row = slice(first_row + row, first_row + row + 1)
+            for rest in boxes(box[1:], offset, end - row * row_size):
+                found.append((this_row, *rest))
             start = end
+    return found
 
 
-def pieces_within(part: slice, box: Box, begin: int) -> Iterator[tuple[Box, slice]]:
-    """What the slice `part` of a flat tensor has of a flattened box that begins at `begin`: boxes, and where each is in
-    the tensor. So a shard, which may begin and end inside a row, is loaded and saved without a gather."""
-    place, stop = max(part.start, begin), min(part.stop, begin + math.prod(box_shape(box)))
-    for piece in boxes(box, place - begin, stop - begin):  # none if no element of the box is in `part`
+def pieces_within(part: slice, box: Box, begin: int) -> list[tuple[Box, slice]]:
+    """Intersect slice `part` of a flat tensor with a box that lies in it, flattened, from element `begin` on.
+
+    Return (box, its place in the flat tensor) for each piece of the intersection. A shard may begin and end inside a
+    row, and is loaded and saved by these pieces, without a gather.
+    """
+    found = []
+    place = max(part.start, begin)
+    stop = min(part.stop, begin + math.prod(box_shape(box)))
+    for piece in boxes(box, place - begin, stop - begin):  # none if stop <= place
         count = math.prod(box_shape(piece))
-        yield piece, slice(place, place + count)
+        found.append((piece, slice(place, place + count)))
         place += count
+    return found
 
 
-def parameter(spec: Spec, groups: Groups, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
-    """A Parameter of the local shape without memory (one element, expanded), until its bucket allocates some."""
-    box = local_box(spec, groups)
-    param = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(box_shape(box)))
-    param.spec, param.box = spec, box
-    param.sink = None  # until attach_sink: autograd's `.grad` collects the gradient
-    param.generation = 0  # increases whenever the values may have changed: caches of what depends on them compare it
-    return param
-
-
-# ---- source: initial values -----------------------------------------------------------------------------------------
+# ---- source ---------------------------------------------------------------------------------------------------------
 
 Source = Callable[[Spec, Box], Tensor]
 DRAW_BLOCK = 2**20  # elements per generator, rounded down to whole rows; at least one row
 
 
 def draw(seed: int) -> Source:
-    """The source of random initial values: the same bits on every grid and device. The global tensor is divided into
-    blocks of whole rows (a row: one index of the first dimension), and each block has its own generator, on the CPU. A
-    rank draws whole blocks, one at a time, and copies the elements of its box: so each rank draws all of a weight that
-    is sharded along columns."""
+    """Return the source of random initial values: the same bits on every grid and device.
+
+    The global tensor is divided into blocks of whole rows (a row is one index of the first dimension). Each block has
+    its own generator, on the CPU. A rank draws the blocks that its box meets, one at a time, and copies its elements.
+    So every rank draws all of a weight that is sharded by columns.
+    """
     def source(spec: Spec, box: Box) -> Tensor:
         if spec.std == 0:
             return torch.full(box_shape(box), spec.mean)
         out = torch.empty(box_shape(box), dtype=torch.float32)
         rows, *columns = box
-        block = max(1, DRAW_BLOCK // math.prod(spec.shape[1:]))
+        block = max(1, DRAW_BLOCK // math.prod(spec.shape[1:]))  # rows
         for first in range(rows.start // block * block, rows.stop, block):
             key = hashlib.sha256(f"{seed} {spec.name} {first}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[3:7], "big"))  # CPUs take 32 bits of a seed
+            # Any four bytes of the hash would do: a generator on the CPU uses 32 bits of its seed.
+            generator = torch.Generator().manual_seed(int.from_bytes(key[3:7], "big"))
             last = min(first + block, spec.shape[0])
             values = torch.randn((last - first, *spec.shape[1:]), generator=generator, dtype=torch.float32)
             start, stop = max(first, rows.start), min(last, rows.stop)
             out[start - rows.start:stop - rows.start] = values[(slice(start - first, stop - first), *columns)]
         return out * spec.std + spec.mean
     return source
+
+
+# ---- dtypes and labels, which many files share ----------------------------------------------------------------------
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# cuBLAS may compute the sum of a product in parts. With these settings it rounds only the whole sum to 16 bits.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+IGNORED = -100  # the label of a token that has no loss
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a run in `dtype` accumulates gradients, statistics, angles and losses: fp32 or fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Raise RuntimeError unless each label is a token of the vocabulary or IGNORED.
+
+    On a GPU the assertion fails on the device, and a later call raises, as with torch's own cross entropy. So the host
+    does not wait.
+    """
+    is_known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
+    torch._assert_async(is_known.all(), f"a label is neither in 0..{vocab_size - 1} nor {IGNORED}, that of no loss")
+
+
+# ---- demo: python -m core.param -------------------------------------------------------------------------------------
+
+def demo(group: Group) -> None:
+    """Show who asks the source for which boxes in the example of the docstring, and whether the values are right."""
+    spec = Spec("layers.0.attention.wq", shape=(6, 4), along={"tp": 0}, std=0.02)
+    source = draw(seed=0)
+    whole = source(spec, (slice(0, 6), slice(0, 4)))  # as one process would draw it
+    print(f"{spec.name} {list(spec.shape)}, {spec.along}, on tp 2 x dp 2 with ZeRO\n")
+    values = torch.zeros(spec.shape)
+    for tp_rank in range(2):
+        groups = {"tp": SimpleNamespace(size=2, rank=tp_rank)}
+        param = parameter(spec, groups, torch.float32)
+        print(f"tp rank {tp_rank} has the box {shown(param.box)} and a parameter of the shape {list(param.shape)}")
+        for dp_rank in range(2):
+            shard = shard_slice(param.numel(), 2, dp_rank)  # of the flat bucket, in which wq begins at element 0
+            print(f"    dp rank {dp_rank} has elements {shard.start}:{shard.stop} of it, and asks for")
+            for box, place in pieces_within(shard, param.box, begin=0):
+                values[box] = source(spec, box)
+                print(f"        wq{shown(box)}, which are elements {place.start}:{place.stop}")
+    print(f"\nAll pieces together are equal to the tensor of one process: {torch.equal(values, whole)}")
+
+
+def shown(box: Box) -> str:
+    """Return a box in Python's notation for an index, such as "[3:6, 0:4]"."""
+    return f"[{', '.join(f'{side.start}:{side.stop}' for side in box)}]"
+
+
+if __name__ == "__main__":
+    run_demo(demo)
