@@ -46,7 +46,22 @@ SHOWN = [  # file, ranks, what some line has
     ("model", 1, [f"The tiny Llama, {2 * 257 * 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 352) + 2 * 128) + 128:,} ",
                   "guessing ln 257 = 5.549"]),
     ("mla", 1, ["128 heads     576 numbers", " 32 heads   8,192 numbers"]),  # 512 + 64; 2 x 32 x 128
-    ("muon", 1, ["each shard of 2 ranks orthogonalised alone: 71% off"]),
+    ("muon", 1, ["each shard of 2 ranks orthogonalised alone: 71% off",  # and the figure of muon.py
+                 "w2: rows 0 to 3 on rank 0. Rank 0 owns it; 0 elements are sent",
+                 "w3: rows 0 to 1 on rank 0 and rows 2 to 3 on rank 1. Rank 1 owns it; 16 elements are sent"]),
+    ("optimizers", 1, ["adamw   2 moments", "sgd     0 moments", "changes x by 0.0", "less than 1e-14: True",
+                       "32,768, 16,384, 16,384, 32,768, 32,768, 65,536"]),
+    ("core.param", 1, ["tp rank 1 has the box [3:6, 0:4]", "wq[4:5, 2:4], which are elements 6:8\n",  # its figure
+                       "wq[5:6, 0:4], which are elements 8:12\n", "equal to the tensor of one process: True"]),
+    ("core.groups", 1, ["pp         5, 13  ", "dp         1, 3, 5, 7  ", "tp         4, 5  ", "ep         4, 5, 6, 7  ",
+                        "edp        1, 5  ", "data, dp            gradients\n", "2 links: one per direction"]),
+    ("core.collectives", 2, [  # x is 1 2 on rank 0, and 10 20 on rank 1
+        f"{name:26s}{first:20s}{second:20s}{nbytes:3d}\n" for name, first, second, nbytes in (
+            ("all_reduce", "[11, 22]", "[11, 22]", 8), ("reduce_scatter", "[11]", "[22]", 4),
+            ("all_gather", "[1, 2, 10, 20]", "[1, 2, 10, 20]", 8), ("all_to_all", "[1, 10]", "[2, 20]", 4),
+            ("shift", "[10, 20]", "[1, 2]", 8), ("Identity__AllReduce", "[11, 11]", "[11, 11]", 8),
+            ("AllReduce__Identity", "[1, 1]", "[1, 1]", 0), ("AllGather__ReduceScatter", "[11, 11]", "[11, 11]", 8),
+            ("AllToAll__AllToAll", "[1, 10]", "[1, 10]", 4))]),
 ]
 
 

@@ -56,6 +56,28 @@ def test_orthogonalize_moves_all_singular_values_near_one(shape):
     assert (along - torch.diag_embed(along.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_a_whole_matrix_is_updated_as_by_the_reference_and_as_by_its_shards(shape):
+    """The reference iterates on exact singular values. The optimizer's bucket here is one shard."""
+    unit = Unit(Spec("w", shape), dtype=torch.float64)
+    optimizer = Optimizer({0: [unit]}, NO_GROUPS, rule="muon", weight_decay=0.1, clip=0.0)
+    exact, plain = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)), torch.zeros(shape, dtype=torch.float64)
+    m = torch.zeros_like(plain)
+    other = reference.Muon([dict(params=[exact], shape=shape)], dict(lr=0.01, weight_decay=0.1))
+    for step in range(3):
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.begin_step(1)
+        (unit.weights[0] * grad).sum().backward()
+        optimizer.finish_step()
+        optimizer.step(0.01)
+        exact.grad, kept = grad, grad.clone()
+        other.step()
+        muon.update_whole(plain, grad, m, lr=0.01, weight_decay=0.1)
+        assert torch.equal(grad, kept), "the gradient is the caller's"
+    torch.testing.assert_close(plain, exact.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(optimizer.buckets[0].master.view(shape), plain, rtol=0, atol=1e-10)
+
+
 def test_equal_matrices_are_multiplied_together_as_many_as_fit(monkeypatch):
     found = [{n: torch.full((4, 6), n + 1.0).tril(n) for n in range(3)} for _ in range(3)]
     with in_order((muon, "orthogonalize", len)) as counts:
