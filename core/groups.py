@@ -21,15 +21,22 @@ its dimension to the end: each row of the last dimension is then a group. For dp
 The last dimension varies fastest. Tensor parallel ranks communicate most, so they are neighbours in one node. Pipeline
 ranks communicate least, so they are furthest apart.
 
-The whole array is [pp, replicate, shard, cp, tp]. An axis may join several of its dimensions. `AXES` defines all axes.
-Two of them need an explanation:
+The real arrays have more dimensions. Four of them number the same ranks. "others" stands for all
+dimensions that an array does not name:
 
-dp          The ranks that ZeRO shards over: shard x cp. It includes the context parallel ranks, which have the same
-            weights and other tokens. (Megatron calls this group dp_cp.) Only hybrid sharding (--dp-replicate) has more
-            than one replica: --dp counts replicate x shard ranks.
-ep, edp     Experts divide the same ranks in a second way, [pp, replicate, edp, ep] with edp x ep = shard x cp x tp. The
-            ranks of an ep group hold each expert once. The ranks of an edp group ("expert data parallel") hold the same
-            experts.
+    dense       [pp, replicate, shard, cp, tp]
+    ulysses     [others, cp_keys, cp_heads, tp]     cp_keys x cp_heads = cp: Ulysses inside of another style (cp.py)
+    heads       [others, kv, kv_copy]               kv x kv_copy = tp, if there are more tp ranks than key and value
+                                                    heads: ranks of one kv_copy group have copies of the same head
+    experts     [others, edp, ep]                   edp x ep = shard x cp x tp: an ep group has each expert once, an edp
+                                                    group ("expert data parallel") has copies of the same experts
+
+`AXES` defines every axis by the dimensions along which it lies. An axis may join several dimensions:
+
+    dp          shard x cp, the ranks that ZeRO shards over. It includes the context parallel ranks, which have the same
+                weights and other tokens. (Megatron calls this group dp_cp.)
+    data        replicate x shard x cp, all ranks with other tokens. It differs from dp only in hybrid sharding: the
+                flag --dp counts replicate x shard ranks, and --dp-replicate says how many replicas they are.
 """
 import datetime
 import math
@@ -46,13 +53,15 @@ from core.config import Grid, Model, need
 
 
 class Axis(NamedTuple):
-    array: str  # which array of arrays_of_ranks numbers the ranks
-    dimensions: str  # the ranks of a group differ only in these dimensions of the array
-    traffic: str  # a kind of heavy traffic, see share_groups; "": little, or none while others are busy
-    users: str  # who communicates over the axis, and what
+    """An axis of the grid. The ranks of one of its groups differ only in `dimensions` of the array."""
+    array: str
+    dimensions: str
+    traffic: str  # its kind of heavy traffic, see share_groups; "": little traffic, or none while other axes are busy
+    users: str  # which files communicate over the axis, and what
 
 
-# Where axes share a process group, run/dryrun.py counts its calls for the last one, so the most general come first.
+# If several axes share a process group, run/dryrun.py counts its calls for the last of them. So muon and world, which
+# have more special axes with the same ranks in many grids, come first.
 AXES = {
     "muon": Axis("dense", "shard cp tp", "", "muon.py: momenta and updates of matrices"),
     "world": Axis("dense", "pp replicate shard cp tp", "", "zero.py: the gradient norm; run/: errors and settings"),
@@ -65,7 +74,7 @@ AXES = {
     "cp_keys": Axis("ulysses", "cp_keys", "keys", "cp.py: keys and values, between ranks with the same heads"),
     "cp_heads": Axis("ulysses", "cp_heads", "keys", "cp.py: heads, exchanged for tokens between neighbours"),
     "tp": Axis("dense", "tp", "activations", "tp.py: activations and their gradients"),
-    "kv": Axis("heads", "kv", "", "none: the rank on it says which key and value head a tp rank has, if tp > heads"),
+    "kv": Axis("heads", "kv", "", "none; a rank's place on it is the number of its key and value head"),
     "kv_copy": Axis("heads", "kv_copy", "", "zero.py: gradients of wk and wv, between ranks with the same head"),
     "ep": Axis("experts", "ep", "tokens", "ep.py: tokens, to their experts and back"),
     "edp": Axis("experts", "edp", "gradients", "zero.py: gradients and weights of experts"),
@@ -73,18 +82,18 @@ AXES = {
 
 
 def arrays_of_ranks(grid: Grid, model: Model, world: int) -> dict[str, dict[str, int]]:
-    """Return the arrays whose elements number the ranks: name -> sizes of its dimensions, outermost first.
+    """Return the arrays that number the ranks: name -> sizes of its dimensions, outermost first.
 
-    "others" is a dimension along which no axis lies. Raises ValueError unless each array has `world` elements.
+    Arrays that the grid or the model has no use for are left out. Raises ValueError unless each has `world` elements.
     """
     shards = grid.dp // grid.dp_replicate
     arrays = {"dense": dict(pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)}
-    if grid.cp_ulysses > 1:  # neighbours exchange heads
+    if grid.cp_ulysses > 1:
         arrays["ulysses"] = dict(others=world // (grid.cp * grid.tp), cp_keys=grid.cp // grid.cp_ulysses,
                                  cp_heads=grid.cp_ulysses, tp=grid.tp)
-    if grid.tp > model.kv_heads:  # neighbours have copies of the same key and value head
+    if grid.tp > model.kv_heads:
         arrays["heads"] = dict(others=world // grid.tp, kv=model.kv_heads, kv_copy=grid.tp // model.kv_heads)
-    if model.experts:  # neighbours have different experts
+    if model.experts:
         arrays["experts"] = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep,
                                  ep=grid.ep)
     for sizes in arrays.values():
@@ -95,7 +104,10 @@ def arrays_of_ranks(grid: Grid, model: Model, world: int) -> dict[str, dict[str,
 
 
 def groups_along(sizes: dict[str, int], *along: str) -> list[list[int]]:
-    """Return the groups of ranks that differ only in the dimensions `along`. sizes: of the array, by dimension."""
+    """Return the groups of ranks that differ only in the dimensions `along` of an array.
+
+    sizes: the sizes of its dimensions, by name. The docstring of this file has an example.
+    """
     names = list(sizes)
     outer = [i for i, name in enumerate(names) if name not in along]
     inner = [i for i, name in enumerate(names) if name in along]
@@ -118,7 +130,7 @@ def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list
         if axis.array in arrays:
             members[name] = groups_along(arrays[axis.array], *axis.dimensions.split())
     if grid.pp > 1 and not grid.v_shaped:
-        members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]
+        members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]  # only its ends
     else:
         del members["tie"]  # one rank has both the first and the last stage
     return members
@@ -270,7 +282,7 @@ def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
 # ---- demo: python -m core.groups ------------------------------------------------------------------------------------
 
 def demo(group: Group) -> None:
-    """The groups of one rank of 16."""
+    """Show the groups of one rank of 16, and which axes share process groups."""
     grid, model, rank = Grid(pp=2, dp=2, cp=2, tp=2, ep=4), Model(experts=8), 5
     arrays = arrays_of_ranks(grid, model, 16)
     members = members_of_axes(grid, model, 16)
@@ -278,7 +290,7 @@ def demo(group: Group) -> None:
     for name, sizes in arrays.items():
         place = numpy.unravel_index(rank, tuple(sizes.values()))
         coordinates = ", ".join(f"{dimension} {i} of {size}" for i, (dimension, size) in zip(place, sizes.items()))
-        print(f"rank {rank} in the array {name!r}: {coordinates}")
+        print(f"rank {rank} in the array of the {name} axes: {coordinates}")
 
     print(f"\naxis       rank {rank}'s group               who communicates over it, and what")
     for axis, groups in members.items():
