@@ -158,7 +158,7 @@ def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
 
 
 # ---- who has what, and who owns what --------------------------------------------------------------------------------
-# Every rank computes all of this for all ranks of its axis "muon", and alike, so nothing has to be communicated.
+# Every rank computes this for all ranks of its axis "muon". All of them get the same results without communication.
 
 class Piece(NamedTuple):
     """A box of a matrix that lies in one rank's shard of a bucket, row by row.
@@ -166,11 +166,11 @@ class Piece(NamedTuple):
     A shard may begin and end inside a row. So it has at most 3 pieces of a matrix: the end of a row, complete rows, and
     the beginning of a row (param.pieces_within).
     """
-    matrix: tuple[str, int]  # the parameter's name, the number of the matrix in it
+    matrix: tuple[str, int]  # its name: the parameter's name, and the number of the matrix in the parameter
     box: Box
-    rank: int  # of the axis "muon"
-    bucket: int
-    place: slice  # in the rank's shard of this bucket
+    rank: int  # the rank that has the piece, on the axis "muon"
+    bucket: int  # the index of the bucket in Muon.buckets
+    place: slice  # where the piece lies in the rank's shard of this bucket
 
     @property
     def numel(self) -> int:
@@ -178,8 +178,11 @@ class Piece(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix, and its pieces on all ranks. Ranks with copies of a box (replicated along an axis, or at ZeRO level 0)
-    each have a piece of it."""
+    """A matrix, and its pieces on all ranks.
+
+    Several ranks may have a copy of the same box: along an axis that replicates it, or at ZeRO level 0. Then each of
+    them has a piece with this box.
+    """
     name: tuple[str, int]
     shape: tuple[int, int]
     pieces: list[Piece]
@@ -188,7 +191,8 @@ class Matrix(NamedTuple):
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     """Return the matrices of this pipeline rank, sorted by name.
 
-    buckets: zero.py's ShardedBuckets of matrices. All ranks have the same ones, with the same layout.
+    buckets: zero.py's ShardedBuckets with matrices. All ranks lay them out alike: bucket.numel elements, in which each
+        parameter begins at bucket.offset[parameter]. If bucket.is_sharded, the ranks of bucket.group have equal shards.
     peers: for each rank of the axis "muon" its places, see local_matrices.
     """
     found: dict[tuple[str, int], Matrix] = {}
@@ -202,7 +206,7 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
 
 
 def pieces_of(bucket, index: int, rank: int, places: Mapping) -> Iterator[tuple[tuple[int, int], Piece]]:
-    """Yield (shape of the matrix, piece of it) for all that one rank's shard of the bucket has."""
+    """Yield (shape of the matrix, piece) for each piece in one rank's shard of the bucket. index: the bucket's."""
     shards = places[bucket.group.axis] if bucket.is_sharded else ALONE
     shard = shard_slice(bucket.numel, shards.size, shards.rank)
     in_shard = slice(0, shard.stop - shard.start)
@@ -216,9 +220,9 @@ def pieces_of(bucket, index: int, rank: int, places: Mapping) -> Iterator[tuple[
 
 
 def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
-    """Return the owner of each matrix, one of n ranks. Owners get about equal work, and matrices that they have.
+    """Return the owner of each matrix, one of n ranks. Owners get about equal work, on matrices that they hold.
 
-    The largest matrix comes first. Its owner is the rank that has most of it, among the ranks that stay within the
+    Assign the largest matrix first. Its owner is the rank that holds most of it, among the ranks that stay within the
     mean load. If there is no such rank, its owner is the rank with the least load.
     """
     costs = [orthogonalize_flops(*matrix.shape) for matrix in matrices]
@@ -239,7 +243,10 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 
 
 def one_of_each_box(pieces: list[Piece], owner: int) -> list[Piece]:
-    """Return the pieces that the owner receives, one of each box: its own if it has the box, or the nearest rank's."""
+    """Return the pieces that the owner receives, one of each box: its own if it has the box, or the nearest rank's.
+
+    Boxes of different ranks are equal or have no element in common.
+    """
     nearest: dict[tuple, Piece] = {}
     for piece in pieces:
         box = tuple((side.start, side.stop) for side in piece.box)
@@ -280,7 +287,7 @@ class Exchange:
         return [piece for pieces in self.receives for piece in pieces]
 
     def start(self, values: list[Tensor]) -> None:
-        """Start to send."""
+        """Start to send the values of the outgoing pieces."""
         input_splits = [sum(piece.numel for piece in pieces) for pieces in self.sends]
         output_splits = [sum(piece.numel for piece in pieces) for pieces in self.receives]
         # With `like`, because a rank may have nothing to send, and cat takes no empty list.
