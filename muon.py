@@ -340,8 +340,9 @@ class Muon:
     def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
         """Update the momenta, and start to send N to the owners.
 
-        grads: bucket -> gradient of its shard, clipped and without a loss scale. If step.found_inf is 1, nothing
-        changes. The host cannot know, because it would have to wait: all is computed, and then not applied.
+        grads: bucket -> gradient of its shard, which zero.py has already divided by step.grad_scale.
+        If step.found_inf is 1, nothing changes. The host cannot read it without waiting for the GPU. So everything is
+        computed, and then not applied.
         """
         self.applied = step.found_inf == 0
         self.shards = [self.add_to_momentum(bucket, grads[bucket].wait(), self.applied) for bucket in self.buckets]
