@@ -67,7 +67,8 @@ SHOWN = [  # file, ranks, what some line has
 
 def printed(file: str) -> str:
     demo = importlib.import_module(file).demo
-    arguments = {"cp": [4]}.get(file, [grids.everyone()] * demo.__code__.co_argcount)
+    parameters = demo.__code__.co_varnames[:demo.__code__.co_argcount]
+    arguments = [{"c": 4}.get(name, grids.everyone()) for name in parameters]
     with contextlib.redirect_stdout(io.StringIO()) as text:
         demo(*arguments)
     return text.getvalue()
