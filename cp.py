@@ -1,37 +1,51 @@
-"""Context parallelism: every rank has 1/c of the tokens of each sequence, and only attention needs those of all ranks.
+"""Context parallelism: each sequence is split over c ranks, and only attention needs the tokens of
+other ranks.
 
-Saves: all but 1/c of the activations, so sequences can be c times as long; and time: each rank does 1/c of the work.
-Costs: in each layer keys and values are sent (with Ulysses, queries and results as well), see the table, even those
-       that a window or documents hide; in backward again. Gradients of weights are summed over dp x cp (zero.py).
-Stops helping when: sending keys and values takes longer than attention to them. Ulysses: c must divide the heads.
+    a sequence, cut into 2c = 8 chunks      0    1    2    3    4    5    6    7
+    the rank that has the chunk             r0   r1   r2   r3   r3   r2   r1   r0      ("zig-zag")
 
-    chunk of keys        0 1 2 3     A sequence is split into 2c chunks. Rank i has chunks i and
-    chunk of queries 0 | 0           2c-1-i ("zig-zag"). The picture shows which of 2 ranks computes
-                     1 | 1 1         which block of scores, under a causal mask: 2c+1 = 5 blocks each.
-                     2 | 1 1 1       With contiguous shards rank 0 would compute 3 blocks and rank 1
-                     3 | 0 0 0 0     7; of 4 ranks, the first 3 and the last 15 (python cp.py).
+    embedding, norms, linear layers, loss   each rank computes them for its own tokens
+    attention                               each rank has the queries of its own tokens, but these need the keys and
+                                            values of all earlier tokens; there are three ways to
+                                            bring them together:
 
-Attention to some of the keys gives o' and, per row, a logsumexp l' of scores. They are merged into o and l of other
-keys, without overflow, by o += sigmoid(l' - l) (o' - o) and l = logaddexp(l, l'). In backward the final o and l
-make blocks independent: probabilities are exp(scores - l), and softmax's derivative needs only rowsum(dO * O).
+    all-gather   every rank receives the keys and values of the whole sequence        Llama 3
+    ring         keys and values travel from rank to rank, one shard at a time        ring attention
+    Ulysses      ranks trade: for attention each has all tokens, but only 1/c of the heads
 
-Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 per chunk, N query heads, K key and
-value heads, D head width; q = N D and k = K D elements per token (Ulysses: after copying heads) of e bytes, of a bytes
-in gradients of keys and values (accumulation dtype); W width of a latent and its key (mla.py: R + r).
+A rank has 1/c of the tokens of every sequence. Almost every layer treats a token by itself, so it
+runs unchanged on fewer tokens. Attention is different: a query attends to all earlier tokens, which
+are on other ranks. `plain_attention` below is context parallelism in six lines. The rest of the
+file divides the work equally, sends while it computes, and holds fewer keys at a time.
 
-                 sent per rank, layer and sequence           memory at a time, besides this rank's K and V
-                 forward                 backward            forward               backward
-    ring         (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   the same, and 4 of gradients
-    allgather    (c-1) 2 s k e           (c-1) 2 s k (e+a)   1.5 x all, and own    all, and all gradients
-    ulysses      (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
-    latents      (c-1) s W e             the same            all of K and V, saved the same, and all gradients
+Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 tokens per chunk,
+N query heads, K key and value heads, D head width. In the table, q = N D and k = K D are the
+elements per token, e the bytes of an element, and a the bytes of an element of the gradients of
+keys and values, which are summed in the accumulation dtype (fp32 in a bf16 run).
 
-In forward Ulysses sends less than a ring with more than N/K + 1 ranks, but copies key and value heads if c does not
-divide their number. --cp-ulysses U therefore nests both: U neighbours exchange tokens for heads, and inside, the c/U
-ranks with the same heads attend in another style. --mask-documents --cp-zigzag document splits each document zig-zag,
-not the sequence, as documents do not see each other.
-Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention; zhuzilin's ring-flash-attention (zig-zag);
-Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
+               sent per rank, layer and sequence           memory at a time, besides this rank's K and V
+               forward                 backward            forward               backward
+    ring       (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   the same, and 4 of gradients
+    allgather  (c-1) 2 s k e           (c-1) 2 s k (e+a)   1.5 x all, and own    all, and all gradients
+    ulysses    (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
+
+Saves: memory and time. Each rank keeps 1/c of the activations and does 1/c of the work, so that a
+       sequence can be c times as long.
+Costs: the bytes in the table. Backward sends keys and values again, because each rank saves only
+       its own. They are sent even where a window or documents hide them. The gradients of weights
+       are summed over dp x cp (zero.py).
+Stops helping when: sending keys and values takes longer than attending to them. Ulysses also needs
+       c to divide the number of query heads. If c does not divide the key and value heads, it sends
+       copies of them. Otherwise it sends less in forward than a ring of more than N/K + 1 ranks.
+
+Easily got wrong:
+- Labels are shifted before the sequence is cut, because a shard's last label is another rank's token.
+- Rotary angles need positions in the sequence, not in the shard (`own_positions`).
+- Backward of a block of scores needs the log-sum-exp over all keys, not over the block's.
+
+Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention; zhuzilin's
+ring-flash-attention (zig-zag); Llama Team 2024 (all-gather); Jacobs et al. 2023, Ulysses; Fang and
+Zhao 2024, USP (both); Dao 2023, FlashAttention-2.
 """
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +53,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
@@ -46,155 +61,255 @@ from torch.autograd import Function
 
 from core.collectives import (
     ALONE,
+    MAX,
+    AllGather__ReduceScatter,
     AllToAll__AllToAll,
     Group,
     Pending,
     all_gather,
+    all_reduce,
     done,
+    gather_rows,
     reduce_scatter,
+    run_demo,
+    sent,
     shift,
     to_device,
 )
 from core.config import padded_length
 from core.param import IGNORED, acc_dtype
-from operations import CAUSAL, MATH, AttentionKernel, Mask, uses_kernels
+from operations import CAUSAL, MATH, AttentionKernel, Mask, repeat_kv_heads, uses_kernels
 from recompute import Checkpoint
 from sdpa import SDPA
 
-# ---- which tokens a rank has ----------------------------------------------------------------------------------------
+# ---- the plain version: gather keys and values, mask by position ----------------------------------------------------
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, group: Group) -> Tensor:
+    """Causal attention of this rank's queries to the tokens of all ranks, [B, N, s, D] -> [B, N, s,
+    D].
+
+    k, v: [B, K, s, D]. positions: [s], the places in the sequence of this rank's tokens, in any
+    order. Backward reduce-scatters the gradients of keys and values: each rank used all of them, so
+    each has a term of every gradient.
+    """
+    all_k = AllGather__ReduceScatter.apply(k.movedim(2, 0), group).movedim(0, 2)  # [B, K, S, D], rank by rank
+    all_v = AllGather__ReduceScatter.apply(v.movedim(2, 0), group).movedim(0, 2)
+    all_positions = gather_rows(positions, group).wait()  # [S], in the same order
+    visible = positions[:, None] >= all_positions[None, :]  # [s, S]: a query sees its own token and earlier ones
+    all_k, all_v = repeat_kv_heads(q, all_k, all_v)
+    return F.scaled_dot_product_attention(q, all_k, all_v, visible)
+
+
+# What the rest of this file changes:
+#
+#     positions    are chosen so that all ranks have equal work (zig-zag)
+#     visible      is not a tensor: blocks of scores that are entirely visible need no mask, and
+#                  blocks that are entirely hidden are not computed
+#     all_k        arrives while the rank attends to other keys (all-gather), or never exists (ring)
+#     heads        are divided, in place of queries (Ulysses)
+
+# ---- zig-zag: which tokens a rank has -------------------------------------------------------------------------------
+# Under a causal mask a later query sees more keys, so it is more work. If rank i had the i-th part
+# of the sequence, the last rank would have the most work, and all others would wait for it.
+# Therefore the sequence is cut into 2c chunks, and each rank gets one chunk from the front and one
+# from the back:
+#
+#     contiguous, c = 2                     zig-zag, c = 2
+#
+#     chunk of keys    0 1 2 3              chunk of keys    0 1 2 3
+#     queries of 0     0                    queries of 0     0
+#                1     0 0                             1     1 1
+#                2     1 1 1                           2     1 1 1
+#                3     1 1 1 1                         3     0 0 0 0
+#
+#     rank 0: 3 blocks, rank 1: 7           rank 0: 5 blocks, rank 1: 5
+#
+# A number is the rank that computes a block of scores. Of 4 contiguous ranks the first has 3 blocks
+# and the last 15 (python cp.py); in zig-zag order each rank has 2c+1.
 
 def own_chunks(c: int, i: int) -> tuple[int, int]:
-    """The two chunks of rank i, of the 2c chunks of a sequence."""
+    """Return the two chunks of rank i, of the 2c chunks of a sequence."""
     return i, 2 * c - 1 - i
 
 
 def take_chunks(x: Tensor, c: int, chunks: Sequence[int]) -> Tensor:
-    """Of x [..., S] the tokens of these chunks, in their order."""
+    """Return the tokens of some of the 2c chunks of x [..., S], in the order of `chunks`."""
     return x.unflatten(-1, (2 * c, -1))[..., list(chunks), :].flatten(-2)
 
 
-def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
-    """Numbers of documents [B, S], ascending -> places [B, S] in an order in which the n-th of 2 ranks equal chunks has
-    the n-th of as many pieces of every document: zig-zag shards then are equal work though documents do not see each
-    other. A token's place modulo 2 ranks, sorted within its document, is its piece: so pieces are runs of tokens, and
-    those of a document differ by a token at most. For one rank and documents 0 0 0 1 1 1 1 1 places are 0 1 0 1 0 1 0 1
-    (modulo 2), pieces 0 0 1 0 0 1 1 1, and the order is 0 1 3 4 | 2 5 6 7."""
-    numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * ranks)
-    pieces = (documents.long() * (2 * ranks) + numbers).sort(1).values % (2 * ranks)  # sorted by (document, number)
-    return pieces.argsort(dim=1, stable=True)
-
-
 def own_positions(s: int, c: int, i: int, device: torch.device) -> Tensor:
-    """Where in the sequence of c s tokens rank i's s tokens are."""
+    """Return the places of rank i's s tokens in the sequence of c s tokens."""
     everywhere = torch.arange(c * s, device=device)
     return everywhere if c == 1 else take_chunks(everywhere, c, own_chunks(c, i))  # s may be odd if c is 1
 
 
 def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, c: int, i: int,
                     tp: int = 1, document_ranks: int = 1) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Rank i's shard of sequences: tokens and (already shifted) labels, [B, S] -> [B, s]. positions and documents
-    [B, S]: both, or neither. Returned are positions [B, s] (None: `own_positions`), and documents of whole (padded)
-    sequences, since queries' are compared with those of all keys. Sequences that c (and tp) ranks cannot share equally
-    are padded with tokens -1, which no real token sees and which have no label. c = 1 changes nothing.
-    document_ranks: between how many ranks each document is split; 1: none is, sequences are."""
+    """Cut rank i's shard out of sequences; with c = 1 return everything as it is.
+
+    tokens, labels: [B, S] -> [B, s]. A token's label is the next token: they have been shifted.
+    positions: [B, S] -> [B, s], counted from the beginning of each document. None: use
+        `own_positions`.
+    documents: the number of each token's document, [B, S], or None like positions. They are
+        returned whole and padded, because attention compares the documents of a rank's queries
+        with the documents of all keys.
+    tp: tensor parallel ranks that split a shard's tokens again (sequence parallelism).
+    document_ranks: 1, or the number of ranks over which each document is dealt zig-zag
+        (`order_by_piece`).
+
+    A sequence that the ranks cannot share equally is padded with tokens -1, which are a document of
+    their own, are seen by no real token and have no label.
+    """
     assert (positions is None) == (documents is None), "positions are counted from the beginning of documents"
     if c == 1:
         return tokens, labels, positions, documents
-    seq = padded_length(tokens.shape[1], c, tp)
-    padding, own = seq - tokens.shape[1], partial(take_chunks, c=c, chunks=own_chunks(c, i))
-    tokens, labels = F.pad(tokens, (0, padding), value=-1), F.pad(labels, (0, padding), value=IGNORED)
+    own = partial(take_chunks, c=c, chunks=own_chunks(c, i))
+    padding = padded_length(tokens.shape[1], c, tp) - tokens.shape[1]
+    tokens = F.pad(tokens, (0, padding), value=-1)
+    labels = F.pad(labels, (0, padding), value=IGNORED)
     if documents is None:
         return own(tokens), own(labels), None, None
-    documents = torch.cat((documents, documents[:, -1:].expand(-1, padding) + 1), 1)
     positions = F.pad(positions, (0, padding))
+    documents = torch.cat((documents, documents[:, -1:].expand(-1, padding) + 1), 1)
     if document_ranks > 1:
         order = order_by_piece(documents, document_ranks)
         tokens, labels, positions, documents = (x.gather(1, order) for x in (tokens, labels, positions, documents))
     return own(tokens), own(labels), own(positions), documents
 
 
-# ---- attention, block by block --------------------------------------------------------------------------------------
-# Attention runs in steps, as keys arrive: first to the rank's own, then to another rank's (ring) or those of whole
-# sequences (all-gather). A style says which keys a step has and how they arrive; `visible_blocks` says which of the
-# step's scores are computed: a few blocks, each one call of a kernel (operations.AttentionKernel). Its forward makes o
-# and logsumexp of the block alone; its backward is given those of all blocks, and makes a share of dq, dk and dv.
+# ---- which scores are visible: three cases --------------------------------------------------------------------------
+# Take a chunk of queries and a chunk of keys. Under a causal mask there are three cases:
+#
+#     query_chunk after key_chunk         every query sees every key: a block without a mask          ■
+#     query_chunk equal to key_chunk      the same tokens: a block with the ordinary causal mask      ◣
+#     query_chunk before key_chunk        no query sees any key: nothing is computed                  ·
+#
+# A rank attends in steps, as keys arrive. In a step of the ring, rank i has the keys of one rank j.
+# Its two chunks of queries and the two chunks of keys make one of three pictures, each of them one
+# call of a kernel:
+#
+#                           j = i, own keys      j before i           j after i
+#     keys of chunk         i     2c-1-i         j     2c-1-j         j     2c-1-j
+#     queries of i          ◣     ·              ■     ·              ·     ·
+#     queries of 2c-1-i     ■     ◣              ■     ·              ■     ■
+#
+#     one call              all queries,         all queries,         the second half of the queries,
+#                           all keys, causal     first half of keys   all keys
+#
+# Both pictures on the right have two full blocks, so that all ranks have equal work at every step,
+# too. For example, these are the blocks of rank 1 of 4, which has chunks 1 and 6, as chunks of
+# queries x chunks of keys:
+#
+#                    step 0                   step 1                    step 2       step 3
+#     ring           1 6 x 1 6 (causal)       1 6 x 0                   6 x 3 4      6 x 2 5
+#     allgather      1 6 x 1 6 (causal)       1 6 x 0,  6 x 2 3 4 5
+#     latents        1 x 1 (causal),  1 x 0,  6 x 6 (causal),  6 x 0 1 2 3 4 5
 
 class ScoreBlock(NamedTuple):
-    """Scores of a slice of the rank's queries with a slice of a step's keys. The first block of each query, and no
-    other, is causal: it has the same tokens' keys. In all others keys are earlier (with a window by Mask.offset)."""
+    """A block of scores: a slice of the rank's queries, and a slice of the keys of one step.
+
+    The first block of each query is the causal one. Its keys belong to the same tokens as its
+    queries, so every query sees at least its own token. In all other blocks the keys are earlier
+    than the queries.
+    """
     queries: slice
     keys: slice
     mask: Mask
 
 
-class Style(NamedTuple):
-    """A style that attends block by block: where the keys and values of each step, kv [tokens, 2, B, K, D], come from.
+def visible_blocks(style: "Style", seq: int, c: int, i: int, mask: Mask,
+                   device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
+    """List the blocks that rank i computes at each step.
 
-    chunks(c, i): for each step the chunks of the sequence whose keys rank i then has, in the order of kv.
-    exchange(own kv, group): kv of each step. None: there is one step, with k and v as the layer has made them.
-    send_back(dkv, pending, group): called after each step but the first, with gradients of its keys and values, and the
-        Pending of the step before, or None. The last Pending: of all other ranks' gradients of own keys and values.
+    style: says which chunks of keys the rank has at each step.
+    seq, mask: the length and the mask of whole sequences. mask.documents, [B, S], are read on the
+        host. The documents in the masks of the blocks are on `device`.
+
+    A first reader may assume that there is neither a window nor documents: `hidden` and `offset`
+    are then 0, and blocks are always joined. See `windows and documents`.
     """
-    chunks: Callable[[int, int], list[Sequence[int]]]
-    exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None
-    send_back: Callable[[Tensor, Pending | None, Group], Pending] | None = None
-
-    def keys_and_values(self, k: Tensor, v: Tensor, group: Group) -> Iterator[Sequence[Tensor]]:
-        """Both of each step, [B, K, tokens, D]."""
-        return iter([(k, v)]) if self.exchange is None else map(by_head, self.exchange(stack_by_token(k, v), group))
-
-
-class BlockAttention(Function):
-    """Attention of q [B, N, s, D] to all ranks' keys. k, v: this rank's, [B, K, s, D]; with "latents" of all tokens,
-    [B, K, S, D], and gather_tokens sums their gradients over ranks. steps: visible_blocks'."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, style, steps, attention, group):
-        (B, N, s, D), acc = q.shape, dict(dtype=acc_dtype(q.dtype), device=q.device)
-        o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
-        lse = torch.empty(B, N, s, **acc)
-        for kv, blocks in zip(style.keys_and_values(k, v, group), steps):
-            for rows, keys, mask in blocks:
-                merge(o[:, :, rows], lse[:, :, rows],
-                      *attention.forward(q[:, :, rows], *(x[:, :, keys] for x in kv), mask), is_first=mask.causal)
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.style, ctx.steps, ctx.attention, ctx.group = style, steps, attention, group
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
-        dq, own_dkv, pending = torch.zeros_like(q, dtype=lse.dtype), None, None
-        for kv, blocks in zip(ctx.style.keys_and_values(k, v, ctx.group), ctx.steps):
-            dkv = lse.new_zeros(kv[0].shape[2], 2, *k.shape[:2], k.shape[3])  # [tokens, 2, B, K, D]
-            for rows, keys, mask in blocks:
-                row_lse = lse[:, :, rows].contiguous()  # kernels take any strides of the others
-                grads = ctx.attention.backward(
-                    do[:, :, rows], q[:, :, rows], *(x[:, :, keys] for x in kv), o[:, :, rows], row_lse, mask)
-                for total, grad in zip((dq[:, :, rows], *by_head(dkv[keys])), grads):
-                    total += grad
-            if own_dkv is None:
-                own_dkv = dkv
-            else:
-                pending = ctx.style.send_back(dkv, pending, ctx.group)
-        if pending:
-            own_dkv += pending.wait()
-        return dq.to(q.dtype), *by_head(own_dkv.to(k.dtype)), None, None, None, None
+    m, window, own = seq // (2 * c), mask.window, own_chunks(c, i)
+    first_keys = [find_first_key(mask, query_chunk * m) for query_chunk in own]
+    ascending = documents_ascend(mask)
+    assert ascending or not window, "a window counts positions of the sequence"
+    can_join = ascending and not window
+    both = slice(0, 2 * m)
+    steps, attended = [], set()
+    for key_chunks in style.chunks(c, i):
+        new_chunks = [key_chunk for key_chunk in key_chunks if key_chunk not in attended]
+        attended.update(new_chunks)
+        blocks = []
+        for place, query_chunk in enumerate(own):
+            queries = slice(place * m, (place + 1) * m)
+            if query_chunk in new_chunks:  # equal: the first block of these queries, see ScoreBlock
+                start = key_chunks.index(query_chunk) * m
+                blocks.append(ScoreBlock(queries, slice(start, start + m), Mask(True, window)))
+            for key_chunk in new_chunks:
+                hidden = max(first_keys[place] - key_chunk * m, 0)  # the chunk's first keys, hidden from all queries
+                if key_chunk < query_chunk and hidden < m:  # the queries are after the keys
+                    start = key_chunks.index(key_chunk) * m
+                    offset = (query_chunk - key_chunk) * m - hidden if window else 0
+                    keys = slice(start + hidden, start + m)
+                    blocks.append(ScoreBlock(queries, keys, Mask(False, window, offset=offset)))
+        if can_join and new_chunks == [*own]:
+            blocks = [ScoreBlock(both, both, CAUSAL)]  # the two own chunks are like one short sequence
+        elif can_join:
+            blocks = join_blocks(blocks, both)
+        steps.append(blocks)
+    return steps if mask.documents is None else add_documents(steps, style, mask.documents[0], c, i, device)
 
 
-def stack_by_token(k: Tensor, v: Tensor) -> Tensor:
-    """[B, K, s, D] of both -> [s, 2, B, K, D], whose chunks are contiguous, so gathering them needs no copy."""
-    return torch.stack([rearrange(x, "b n s d -> s b n d") for x in (k, v)], 1)
+def join_blocks(blocks: list[ScoreBlock], both: slice) -> list[ScoreBlock]:
+    """Make fewer and larger blocks of the same scores, because each block is a call of a kernel.
+
+    both: the slice of all the rank's queries. Two blocks with equal masks become one if
+    - their queries are the same, and their keys are neighbours in the step's buffer: for example,
+      6 x 3 and 6 x 4 become 6 x 3 4;
+    - their keys are the same, for both chunks of queries: 1 x 0 and 6 x 0 become 1 6 x 0.
+    """
+    joined = []
+    for block in blocks:
+        previous = joined[-1] if joined else None
+        if (previous and previous.queries == block.queries and previous.mask == block.mask
+                and previous.keys.stop == block.keys.start):
+            joined[-1] = previous._replace(keys=slice(previous.keys.start, block.keys.stop))
+        else:
+            joined.append(block)
+    # Only the first two can have the same keys: the first chunk of queries sees one run of keys,
+    # from the beginning.
+    if len(joined) > 1 and joined[0].keys == joined[1].keys and joined[0].mask == joined[1].mask:
+        joined[:2] = [joined[0]._replace(queries=both)]
+    return joined
 
 
-def by_head(kv: Tensor) -> Tensor:
-    """A view of keys and values: [s, 2, B, K, D] -> [2, B, K, s, D]."""
-    return rearrange(kv, "s two b n d -> two b n s d")
-
+# ---- two partial results, merged by their log-sum-exp ---------------------------------------------------------------
+# A rank that attends block by block has to put a softmax together from parts of its row. For
+# one query with scores x_j and values v_j, attention to some of the keys returns
+#
+#     l = log Σ exp(x_j)              the log-sum-exp of the scores
+#     o = Σ exp(x_j - l) v_j          the softmax-weighted mean of the values
+#
+# exp(l) is the weight of these keys as a whole. Let o', l' be the result for other keys. For all of
+# them together
+#
+#     l_new = log(exp(l) + exp(l'))                           = logaddexp(l, l')
+#     o_new = exp(l - l_new) o + exp(l' - l_new) o'           = o + sigmoid(l' - l) (o' - o)
+#
+# because exp(l' - l_new) = 1 / (1 + exp(l - l')) = sigmoid(l' - l). Neither form on the right can
+# overflow.
+#
+# Backward needs no merge. With the final o and l of a row, the blocks are independent of each
+# other:
+#
+#     p = exp(x - l)                  the probabilities of the block, already those of the whole row
+#     dv = pᵀ do
+#     dx = p (do vᵀ - rowsum(do o))   rowsum(do o) is the part of softmax's derivative that sums over all keys
 
 def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: bool) -> None:
-    """Merge a block's result into o [B, N, rows, D] and lse [B, N, rows], which are in the accumulation dtype."""
+    """Merge a block's new_o and new_lse into o [B, N, rows, D] and lse [B, N, rows], in place.
+
+    o and lse have the accumulation dtype. is_first: o and lse have no values of these rows yet.
+    """
     if is_first:
         o.copy_(new_o)
         lse.copy_(new_lse)
@@ -203,10 +318,132 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: b
         torch.logaddexp(lse, new_lse, out=lse)
 
 
-# ---- ring and all-gather --------------------------------------------------------------------------------------------
+# ---- attention, block by block --------------------------------------------------------------------------------------
+# A style (ring, all-gather) brings the keys and values of other ranks here, step by step. For each
+# visible block of a step we call a kernel and merge its result. A kernel is an AttentionKernel of
+# operations.py: its forward returns o and lse of one block. Its backward takes the merged o and
+# lse, and returns the block's terms of dq, dk and dv.
+
+class Style(NamedTuple):
+    """How the keys and values of all ranks reach a rank, step by step.
+
+    For example, this is the ring of c = 4 on rank 1. A shard is kv [tokens, 2, B, K, D]: keys and
+    values, by token.
+
+        step                           0           1           2           3
+        chunks(4, 1)                   (1, 6)      (0, 7)      (3, 4)      (2, 5)
+        exchange yields the shard of   rank 1      rank 0      rank 3      rank 2
+        send_back(dkv of this step)    not called  1st call    2nd call    3rd call
+
+    chunks(c, i): the chunks of keys that rank i has at each step, in the order of kv's tokens.
+    exchange(own kv, group): an iterator that yields the kv of each step. It sends before it yields,
+        so that the exchange runs while the step is computed. None: there is one step, with the k
+        and v that the layer has made (latents).
+    send_back(dkv, pending, group): called in backward after each step except the first, whose keys
+        are the rank's own. It starts to send the gradients of the step's keys towards their owner,
+        and returns a Pending. The next call is given it as `pending`; the first call is given None.
+        The last Pending resolves to the gradients of this rank's own keys, summed over all other
+        ranks.
+    """
+    chunks: Callable[[int, int], list[Sequence[int]]]
+    exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None
+    send_back: Callable[[Tensor, Pending | None, Group], Pending] | None = None
+
+    def keys_and_values(self, k: Tensor, v: Tensor, group: Group) -> Iterable[Sequence[Tensor]]:
+        """Return an iterable of (k, v) for each step, each [B, K, tokens, D]."""
+        if self.exchange is None:
+            return [(k, v)]
+        return map(by_head, self.exchange(stack_by_token(k, v), group))
+
+
+class BlockAttention(Function):
+    """Attention of q [B, N, s, D] to the keys of all ranks.
+
+    k, v: this rank's keys and values, [B, K, s, D]. With "latents" they are the keys and values of
+        all tokens, [B, K, S, D], and `gather_tokens` sums their gradients over the ranks.
+    steps: the result of `visible_blocks`.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, style, steps, attention, group):
+        B, N, s, D = q.shape
+        acc = dict(dtype=acc_dtype(q.dtype), device=q.device)
+        o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
+        lse = torch.empty(B, N, s, **acc)
+        for (step_k, step_v), blocks in zip(style.keys_and_values(k, v, group), steps):
+            for queries, keys, mask in blocks:
+                merge(o[:, :, queries], lse[:, :, queries],
+                      *attention.forward(q[:, :, queries], step_k[:, :, keys], step_v[:, :, keys], mask),
+                      is_first=mask.causal)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.style, ctx.steps, ctx.attention, ctx.group = style, steps, attention, group
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        B, K, _, D = k.shape
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        own_dkv = pending = None
+        for (step_k, step_v), blocks in zip(ctx.style.keys_and_values(k, v, ctx.group), ctx.steps):
+            dkv = lse.new_zeros(step_k.shape[2], 2, B, K, D)  # of this step's keys and values, by token
+            step_dk, step_dv = by_head(dkv)  # views of it
+            for queries, keys, mask in blocks:
+                row_lse = lse[:, :, queries].contiguous()  # kernels take any strides of the others
+                block_dq, block_dk, block_dv = ctx.attention.backward(
+                    do[:, :, queries], q[:, :, queries], step_k[:, :, keys], step_v[:, :, keys], o[:, :, queries],
+                    row_lse, mask)
+                dq[:, :, queries].add_(block_dq)
+                step_dk[:, :, keys].add_(block_dk)
+                step_dv[:, :, keys].add_(block_dv)
+            if own_dkv is None:
+                own_dkv = dkv  # the first step's keys are this rank's own: nothing is sent
+            else:
+                pending = ctx.style.send_back(dkv, pending, ctx.group)
+        if pending:
+            own_dkv += pending.wait()
+        dk, dv = by_head(own_dkv.to(k.dtype))
+        return dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+def stack_by_token(k: Tensor, v: Tensor) -> Tensor:
+    """Stack k and v, each [B, K, s, D], to kv [s, 2, B, K, D].
+
+    The chunks of kv are contiguous, so they are sent and gathered without another copy.
+    """
+    return torch.stack([rearrange(x, "b n s d -> s b n d") for x in (k, v)], 1)
+
+
+def by_head(kv: Tensor) -> Tensor:
+    """View kv [s, 2, B, K, D] as k and v, [2, B, K, s, D]."""
+    return rearrange(kv, "s two b n d -> two b n s d")
+
+
+# ---- the ring -------------------------------------------------------------------------------------------------------
+# Forward. Each step passes kv to the next rank. Kj stands for the keys and values of rank j:
+#
+#               rank 0    rank 1    rank 2    rank 3
+#     step 0    K0        K1        K2        K3           attend to the own keys while they are sent on
+#     step 1    K3        K0        K1        K2           attend to the keys of the previous rank, send these on
+#     step 2    K2        K3        K0        K1
+#     step 3    K1        K2        K3        K0           the last step sends nothing
+#
+# Backward repeats these steps, because a rank has saved only its own keys. Now gradients travel,
+# too. At each step a rank computes its term of dKj, adds it to the terms that the previous rank has
+# sent, and passes the sum on. So dKj follows Kj, one step behind. Here is the way of dK0. A number
+# in brackets is the rank whose term is in the sum:
+#
+#               rank 0               rank 1             rank 2               rank 3
+#     step 0    dK0 = [0], stays
+#     step 1                         dK0 = [1] ──►
+#     step 2                                            dK0 = [1+2] ──►
+#     step 3                                                                 dK0 = [1+2+3] ──► rank 0
+#     end       dK0 = [0+1+2+3]
 
 def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
-    """This rank's keys and values, then the previous rank's, and so on; meanwhile the next shard is received."""
+    """Yield this rank's keys and values, then the previous rank's, and so on. The next shard is
+    received meanwhile."""
     incoming = torch.empty_like(kv)
     for _ in range(group.size - 1):
         receiving = shift(incoming, kv, group)
@@ -216,40 +453,63 @@ def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def ring_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
-    """Gradients follow their keys one step behind: those of rank j's keys go from j+1, where they begin, round to j;
-    each rank adds its own."""
+    """Add the terms that the previous rank has sent (pending) to this rank's dkv, and send the sum
+    to the next rank."""
     if pending:
         dkv += pending.wait()
     return shift(torch.empty_like(dkv), dkv, group)
 
 
+# ---- all-gather -----------------------------------------------------------------------------------------------------
+# The line of `plain_attention` that changes: the gather runs while the rank attends to its own
+# keys. So there are two steps, the rank's own keys and the keys of whole sequences. Each rank's
+# early and late chunks are gathered apart:
+#
+#     early chunks, from rank 0 to c-1    0 1 2 3       in the order of the sequence
+#     late chunks, from rank 0 to c-1     7 6 5 4       in the opposite order: reversed after the gather
+
 def gather(kv: Tensor, group: Group) -> Iterator[Tensor]:
-    """This rank's keys and values, then those of whole sequences, which are gathered meanwhile."""
+    """Yield this rank's keys and values, then the keys and values of whole sequences, which are
+    gathered meanwhile."""
     whole = kv.new_empty(group.size * len(kv), *kv.shape[1:])
     gathers = [all_gather(half, chunk, group, async_op=True) for half, chunk in zip(whole.chunk(2), kv.chunk(2))]
     yield kv
     del kv  # else it would exist until the kernels of the last step are done
     _, late = [gathering.wait() for gathering in gathers]
-    late.copy_(torch.cat(late.chunk(group.size)[::-1]))  # the ranks from first to last have chunks 2c-1 … c
+    late.copy_(torch.cat(late.chunk(group.size)[::-1]))
     yield whole
 
 
 def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
-    """Gradients of whole sequences are summed over the ranks, and each gets those of its own keys; nothing hides it."""
+    """Sum the gradients of all keys over the ranks; each rank gets those of its own keys.
+
+    The reverse of `gather`. It is not asynchronous, because nothing is left to compute meanwhile.
+    """
     own = dkv.new_empty(len(dkv) // group.size, *dkv.shape[1:])
-    (early, late), (own_early, own_late) = dkv.chunk(2), own.chunk(2)
+    early, late = dkv.chunk(2)
+    own_early, own_late = own.chunk(2)
     reduce_scatter(own_early, early, group)
     reduce_scatter(own_late, torch.cat(late.chunk(group.size)[::-1], out=early), group)  # early has been sent
     return done(own)
 
 
+# ---- latents: gather before the keys are made -----------------------------------------------------------------------
+# Latent attention (mla.py) makes the keys and values of all heads from one narrow vector per token,
+# the latent. The ranks gather latents, and each makes the keys and values of all tokens, which is c
+# times its share of that work. Then there is one step, in which all keys are there. W is the width
+# of a latent and its rotated key (R + r in mla.py):
+#
+#               sent per rank, layer and sequence      memory at a time
+#     latents   (c-1) s W e, and the same backward     all of K and V, saved the same; backward: and all gradients
+
 class GatherTokens(Function):
-    """See gather_tokens. Backward sums the gradients of all ranks, as each uses the tokens differently."""
+    """`gather_tokens` with a derivative: backward sums the gradients of all ranks, because each
+    rank uses all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        *_, whole = gather(x.transpose(0, 1).contiguous(), group)
+        *_, whole = gather(x.transpose(0, 1).contiguous(), group)  # the last step of two
         return whole.transpose(0, 1).contiguous()  # else the linear layer that saves it copies it
 
     @staticmethod
@@ -259,133 +519,99 @@ class GatherTokens(Function):
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """[B, s, ...] of this rank's tokens to [B, S, ...] of all: for latents, of which each rank then makes the keys and
-    values of all tokens, c times its share of that work."""
+    """Gather the latents of all tokens, in the order of the sequence: [B, s, ...] -> [B, S,
+    ...]."""
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
-STYLES = {  # --cp-style, but "ulysses", which has no blocks; and "latents", of models with --kv-lora-rank
-    "allgather": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),
-    "ring": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "latents": Style(lambda c, i: [range(2 * c)])}  # keys and values of all tokens, made of gather_tokens' latents
+def ring_chunks(c: int, i: int) -> list[Sequence[int]]:
+    """At step t of the ring, rank i has the keys of rank i - t."""
+    return [own_chunks(c, (i - step) % c) for step in range(c)]
 
 
-# ---- which blocks have visible scores -------------------------------------------------------------------------------
-# Blocks of rank 1 of 4, as chunks of queries x chunks of keys, if neither documents nor a window hide more:
-#
-#                  step 0                    step 1                    step 2       step 3
-#     ring         1 6 x 1 6 (causal)        1 6 x 0                   6 x 3 4      6 x 2 5
-#     allgather    1 6 x 1 6 (causal)        1 6 x 0,  6 x 2 3 4 5
-#     latents      1 x 1 (causal),  1 x 0,  6 x 6 (causal),  6 x 0 1 2 3 4 5
-
-def find_first_key(mask: Mask, query: int) -> int:
-    """No key before this one is seen by this query or a later one of its chunk, in any of the sequences."""
-    first = max(query - mask.window + 1, 0) if mask.window else 0
-    if mask.documents is None:
-        return first
-    documents = mask.documents[0]
-    not_before = documents >= documents[:, query, None]  # documents ascend along the chunk
-    return max(first, not_before.int().argmax(1).min().item())  # argmax: the first
+def gathered_chunks(c: int, i: int) -> list[Sequence[int]]:
+    """With all-gather, rank i has its own keys, then all keys."""
+    return [own_chunks(c, i), range(2 * c)]
 
 
-def visible_blocks(style: Style, seq: int, c: int, i: int, mask: Mask,
-                   device: torch.device | str = "cpu") -> list[list[ScoreBlock]]:
-    """The blocks that rank i computes at each step, without those that documents or a window hide entirely. seq, mask:
-    length and mask of whole sequences. Numbers of documents [B, S] ascend along the sequence or, after order_by_piece,
-    along each chunk; they are read in the host's memory, and those of the blocks' masks are on `device`."""
-    own, m, window, steps = own_chunks(c, i), seq // (2 * c), mask.window, []
-    first_keys = [find_first_key(mask, a * m) for a in own]
-    documents = None if mask.documents is None else mask.documents[0]
-    ascending = documents is None or bool((documents.diff() >= 0).all())
-    assert ascending or not window, "a window counts positions of the sequence"
-    # Each pair of chunks, a of queries and b of keys, that has visible scores is a block. Joined are (1) chunks of keys
-    # that are neighbours in the step's buffer; (2) in the first step both chunks with themselves, which in order are
-    # causal; (3) both chunks of queries, with keys that both see. Nothing is if there is a window, as a mask has one
-    # distance, or if documents do not ascend, as kernels then skip no others.
-    joins, both = ascending and not window, slice(0, 2 * m)
-    for chunks in style.chunks(c, i):
-        new = [b for b in chunks if not (steps and b in own)]  # attention to the rank's own keys was the first step
-        blocks = []
-        for n, (a, first_key) in enumerate(zip(own, first_keys)):
-            rows = slice(n * m, (n + 1) * m)
-            visible = [b for b in new if b <= a and (b + 1) * m > first_key]
-            for b in sorted(visible, key=lambda b: b != a):  # its own first: `merge`
-                at = chunks.index(b) * m  # where this step's keys have chunk b
-                hidden = max(first_key - b * m, 0)  # its first keys, which none of these queries sees, are left out
-                start, stop = at + hidden, at + m
-                if joins and blocks and blocks[-1].queries == rows and blocks[-1].keys.stop == start:
-                    start = blocks.pop().keys.start  # (1)
-                offset = (a - b) * m - hidden if window else 0
-                blocks.append(ScoreBlock(rows, slice(start, stop), Mask(b == a, window, offset=offset)))
-        if joins and new == [*own]:
-            blocks = [ScoreBlock(both, both, CAUSAL)]  # (2)
-        elif joins and len(blocks) > 1 and blocks[0][1:] == blocks[1][1:]:  # the same keys and mask
-            blocks[:2] = [blocks[0]._replace(queries=both)]  # (3)
-        steps.append(blocks)
-    if documents is None:
-        return steps
-    of_own, *of_steps = [to_device(take_chunks(documents, c, x), device) for x in (own, *style.chunks(c, i))]
-    return [[block._replace(mask=block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])))
-             for block in blocks] for blocks, of_step in zip(steps, of_steps)]
+def all_chunks(c: int, i: int) -> list[Sequence[int]]:
+    return [range(2 * c)]
+
+
+# --cp-style, except "ulysses", which has no blocks. "latents": of models with --kv-lora-rank,
+# whatever --cp-style says.
+STYLES = {
+    "allgather": Style(gathered_chunks, gather, gather_back),
+    "ring": Style(ring_chunks, ring, ring_back),
+    "latents": Style(all_chunks)}
 
 
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
+# Heads are independent of each other. So one all-to-all before attention trades tokens for heads,
+# any kernel attends to whole sequences, and a second all-to-all trades back. For 2 ranks and 4
+# heads a b c d; numbers are chunks:
+#
+#                    rank 0              rank 1
+#     the layer      0 3 x a b c d       1 2 x a b c d       1/c of the tokens, all heads
+#     attention      0 1 2 3 x a b       0 1 2 3 x c d       all tokens, 1/c of the heads
+#     the layer      0 3 x a b c d       1 2 x a b c d
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], group: Group) -> Tensor:
-    """All-to-all among the group's U ranks: each gets their tokens, for 1/U of the heads, attends, and sends results
-    back. If the group has all ranks, these tokens are the sequence. If it is one of n = c/U groups of neighbours, these
-    are chunks r and 2n-1-r of 2n, in order: the zig-zag shard of the r-th of n ranks, for which `attend` is made. With
-    c = 4, U = 2 ranks 0 and 1 have chunks 0 7 and 1 6 of 8, together 0 1 6 7, which are chunks 0 and 3 of 4."""
+    """Trade tokens for heads among the group's U ranks, attend, and trade back.
+
+    attend(q, k, v): attention of the tokens of all U ranks. If these are all c ranks, the tokens
+    are the sequence, and any kernel will do. If they are U neighbours of c, `attend` is a ring (or
+    all-gather) of c/U ranks: see `both at once`.
+    """
+    q, k, v = tokens_for_heads(q, k, v, group)
+    return heads_for_tokens(attend(q, k, v), group)
+
+
+def tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """Trade [B, N, s, D] for [B, N/U, U s, D], with the tokens in the order of the sequence.
+
+    q, k and v are sent in one all-to-all.
+    """
     u = group.size
     copies = u // math.gcd(u, k.shape[1])  # of each key and value head, so that u divides them
     heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
     by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
     shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)  # one row to and from each rank
     early, late = rearrange(shards, "u b n (two m) d -> two b n u m d", two=2)
-    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # early chunks ascend, late ones descend
-    counts = [x.shape[1] // u for x in heads]
-    del heads, by_rank, shards, early, late  # else they would exist during attention
-    o = attend(*tokens.split(counts, 1))  # and back, with the inverse of each step
+    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # zig-zag: early chunks ascend, late ones descend
+    return tokens.split([x.shape[1] // u for x in heads], 1)
+
+
+def heads_for_tokens(o: Tensor, group: Group) -> Tensor:
+    """Trade [B, N/U, U s, D] back for [B, N, s, D]: the steps of `tokens_for_heads`, inverted."""
+    u = group.size
     early, late = rearrange(o, "b n (two u m) d -> two u b n m d", two=2, u=u)
     shards = AllToAll__AllToAll.apply(torch.cat((early, late.flip(0)), 3), [1] * u, [1] * u, group)
     return rearrange(shards, "u b n s d -> b s (u n) d").transpose(1, 2)
 
 
-# ---- attention for a model's layers ---------------------------------------------------------------------------------
-
-def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
-                        dtype: torch.dtype, groups: dict[str, Group], style: str = "allgather",
-                        earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
-    """Window (0: none) -> attention of this rank's tokens [B, s], made once per forward: a function of q [B, N, s, D],
-    and k and v [B, K, s, D] (latents: [B, K, S, D]), of that dtype.
-
-    documents: [B, S], of whole sequences, in the host's memory if "cp" has several ranks. kernel: of --attention.
-    earlier: tokens before these, whose keys and values are cached as far as the window reaches. recompute: scores are
-    not saved, but computed again in backward.
-    """
-    out, seq = {}, tokens.shape[1] * groups.get("cp", ALONE).size
-    for window in set(windows):
-        cached = min(earlier, window - 1) if window else earlier
-        mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
-        attention = choose_attention(kernel, mask, head_dim, tokens, dtype)
-        out[window] = context_parallel(groups, style, seq, mask, attention, tokens.device, recompute)
-    return out
-
-
-def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype: torch.dtype) -> AttentionKernel:
-    """The implementation that --attention names. like: a tensor on the device in question; dtype: of q, k and v."""
-    slow_in_torch = (mask.documents is not None or mask.window > 0) and uses_kernels(like) and dtype != torch.float64
-    if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 256):
-        import flash  # needs Triton, which a CPU does without
-        return AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward)
-    return MATH if kernel == "math" else SDPA
-
+# ---- both at once ---------------------------------------------------------------------------------------------------
+# --cp-ulysses U: U neighbours trade tokens for heads (the head group), and the c/U ranks that then
+# have the same heads attend in a ring or with all-gather (the key group). For c = 4 and U = 2, with
+# the heads a b of each rank:
+#
+#                     rank 0         rank 1         rank 2         rank 3
+#     chunks of 8     0 7            1 6            2 5            3 4
+#     head groups     └── 0 1 6 7 ───┘              └── 2 3 4 5 ───┘          a neighbourhood has four chunks
+#                     x a            x b            x a            x b        of 8, which are two chunks of 4:
+#     chunks of 4     0 3            0 3            1 2            1 2        the zig-zag shard of a ring of c/U = 2
+#     key groups      ranks 0 and 2 for heads a, ranks 1 and 3 for heads b
 
 def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens. Outside, the head group trades tokens for heads (Ulysses); inside, the key group
-    attends block by block; either may be one rank. groups: "cp", all ranks; with --cp-ulysses "cp_heads" and "cp_keys".
-    style: of config.CP_STYLES, or "latents": k and v of all tokens. seq (of new tokens), mask: of whole sequences."""
+    """Make the attention of this rank's tokens: a function of q [B, N, s, D], k and v [B, K, s, D].
+
+    groups: "cp", all c ranks; with --cp-ulysses also "cp_heads" and "cp_keys", the head group and
+        the key group. Without it, one of the two is all c ranks, as the style says, and the other
+        this rank alone.
+    style: of config.CP_STYLES, or "latents": k and v then are [B, K, S, D], of all tokens.
+    seq, mask: of whole sequences, without cached tokens. recompute: see `attention_by_window`.
+    """
     cp, key_group, head_group = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
     if head_group.size == 1:  # no --cp-ulysses
         head_group, key_group = (cp, ALONE) if style == "ulysses" else (ALONE, cp)
@@ -404,16 +630,185 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
     return attend if head_group.size == 1 else partial(ulysses, attend=attend, group=head_group)
 
 
+# ---- windows and documents ------------------------------------------------------------------------------------------
+# Both hide more than the causal mask does. A window hides keys that are too far before the query.
+# With documents, a query sees only keys of its own document. Three things change in
+# `visible_blocks`:
+#
+# - It leaves out keys that are hidden from a whole chunk of queries. The mask of a block hides what
+#   is hidden from some of the block's queries.
+# - With a window, blocks are not joined. Their masks differ, because a mask has one offset: the
+#   distance from the block's first key to its first query.
+# - Where documents do not ascend along the sequence, blocks are not joined either. Kernels skip
+#   only keys before the first and after the last key that a tile of queries sees, so they would
+#   compute hidden scores in the middle of a larger block.
+#
+# Documents also break the balance of zig-zag: a rank's chunks may be the end of a long document, or
+# many short documents, and all ranks wait for the slowest. --cp-zigzag document cuts each document
+# into 2c pieces, in place of the sequence (`order_by_piece`). Then documents do not ascend.
+
+def find_first_key(mask: Mask, query: int) -> int:
+    """Return a key before which this query and the later ones of its chunk see nothing.
+
+    It holds for all sequences of the batch.
+    """
+    first = max(query - mask.window + 1, 0) if mask.window else 0
+    if mask.documents is None:
+        return first
+    documents = mask.documents[0]
+    not_before = documents >= documents[:, query, None]  # documents ascend along the chunk
+    return max(first, not_before.int().argmax(1).min().item())  # argmax finds the first one
+
+
+def documents_ascend(mask: Mask) -> bool:
+    """Whether the numbers of documents ascend along the whole sequence, not only along each chunk."""
+    return mask.documents is None or bool((mask.documents[0].diff() >= 0).all())
+
+
+def add_documents(steps: list[list[ScoreBlock]], style: Style, documents: Tensor, c: int, i: int,
+                  device: torch.device | str) -> list[list[ScoreBlock]]:
+    """Add to each block's mask the documents of its queries and keys. documents: [B, S]."""
+    of_own, *of_steps = [to_device(take_chunks(documents, c, chunks), device)
+                         for chunks in (own_chunks(c, i), *style.chunks(c, i))]
+    out = []
+    for blocks, of_step in zip(steps, of_steps):
+        masks = [block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])) for block in blocks]
+        out.append([block._replace(mask=mask) for block, mask in zip(blocks, masks)])
+    return out
+
+
+def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
+    """Order tokens so that chunk n of 2 x ranks has piece n of every document.
+
+    For example, one rank has two chunks:
+
+        token        0 1 2 3 4 5 6 7
+        document     0 0 0 1 1 1 1 1      [B, S], ascending
+        number       0 1 0 1 0 1 0 1      the token, modulo 2 x ranks
+        piece        0 0 1 0 0 1 1 1      the numbers, sorted within each document
+        returned     0 1 3 4 | 2 5 6 7    the tokens of piece 0, then those of piece 1: [B, S]
+
+    All chunks have the same length, because every number occurs equally often. The pieces of a
+    document are runs of its tokens, and their lengths differ by at most one token. So zig-zag
+    shards of this order are equal work, although documents do not see each other.
+    """
+    numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * ranks)
+    pieces = (documents.long() * (2 * ranks) + numbers).sort(1).values % (2 * ranks)  # sorted by (document, number)
+    return pieces.argsort(dim=1, stable=True)
+
+
+# ---- attention for a model's layers ---------------------------------------------------------------------------------
+
+def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tensor | None, *, kernel: str, head_dim: int,
+                        dtype: torch.dtype, groups: dict[str, Group], style: str = "allgather",
+                        earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
+    """Make the attention of this rank's tokens [B, s], once per forward, for each window of a model.
+
+    Returns a dict: window (0: none) -> a function of q [B, N, s, D], k and v [B, K, s, D] (latents:
+    [B, K, S, D]).
+
+    documents: of whole sequences, [B, S], on the host if "cp" has several ranks.
+    kernel: of --attention. dtype: of q, k and v.
+    earlier: the number of tokens before these (generation). Their keys and values are cached as far
+        as the window reaches.
+    recompute: do not save scores, compute them again in backward.
+    """
+    out, seq = {}, tokens.shape[1] * groups.get("cp", ALONE).size
+    for window in set(windows):
+        cached = min(earlier, window - 1) if window else earlier
+        mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
+        attention = choose_attention(kernel, mask, head_dim, tokens, dtype)
+        out[window] = context_parallel(groups, style, seq, mask, attention, tokens.device, recompute)
+    return out
+
+
+def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype: torch.dtype) -> AttentionKernel:
+    """Choose the implementation that --attention names.
+
+    "auto" takes torch's kernels (sdpa.py), except on a GPU where they would read a mask tensor:
+    there it takes flash.py. like: any tensor on the device. dtype: of q, k and v.
+    """
+    slow_in_torch = (mask.documents is not None or mask.window > 0) and uses_kernels(like) and dtype != torch.float64
+    if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 256):
+        import flash  # needs Triton, which a CPU does without
+        return AttentionKernel(flash.flash_attention, flash.flash_forward, flash.flash_backward)
+    return MATH if kernel == "math" else SDPA
+
+
 # ---- demo: python cp.py ---------------------------------------------------------------------------------------------
 
-def demo(c: int) -> None:
-    print(f"Who computes which blocks of scores, 0 to {c - 1}. Queries from top to bottom, keys from left to right.")
+def print_owners(c: int) -> None:
+    """Print which of c ranks computes which block of scores, with contiguous shards and with
+    zig-zag shards."""
     chunks = range(2 * c)
-    for name, owner in ("contiguous", [j // 2 for j in chunks]), ("zig-zag", [min(j, 2 * c - 1 - j) for j in chunks]):
-        print(f"\n    {name}: {[sum(j + 1 for j in chunks if owner[j] == i) for i in range(c)]} blocks per rank")
-        print(*("    " + f"{owner[j]} " * (j + 1) for j in chunks), sep="\n")
+    contiguous = [chunk // 2 for chunk in chunks]
+    zigzag = [min(chunk, 2 * c - 1 - chunk) for chunk in chunks]
+    print(f"Which of {c} ranks computes which scores? Rows are chunks of queries, columns chunks of keys.\n")
+    for query_chunk in chunks:
+        rows = [f"{owner[query_chunk]} " * (query_chunk + 1) for owner in (contiguous, zigzag)]
+        print(f"    {rows[0]:44s}{rows[1]}".rstrip())
+    counts = [[sum(chunk + 1 for chunk in chunks if owner[chunk] == i) for i in range(c)]
+              for owner in (contiguous, zigzag)]
+    print(f"    {f'contiguous: {counts[0]} blocks per rank':44s}zig-zag: {counts[1]} blocks per rank\n")
+
+
+def neighbourhoods(group: Group, u: int) -> dict[str, Group]:
+    """The head group of u neighbours and the key group of this rank, as core/groups.py makes them
+    for --cp-ulysses u."""
+    c = group.size
+    members = {"cp_heads": [list(range(first, first + u)) for first in range(0, c, u)],
+               "cp_keys": [list(range(first, c, u)) for first in range(u)]}
+    found = {}
+    for axis, lists in members.items():
+        for ranks in lists:
+            process_group = dist.new_group(ranks)  # every rank has to create every group
+            if group.rank in ranks:
+                found[axis] = Group(axis, process_group)
+    return found
+
+
+def demo(group: Group) -> None:
+    """Attend in every style, count the bytes that each sends, and compare with whole attention in
+    one process."""
+    if group.rank == 0:
+        print_owners(4)
+    c, s, N, K, D = group.size, 128, 16, 4, 16
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, heads, c * s, D, dtype=torch.float64, generator=generator) for heads in (N, K, K, N))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    whole_o = MATH.attend(*whole, CAUSAL)
+    whole_o.backward(do)
+    expected = [whole_o.detach(), *(x.grad for x in whole)]
+
+    positions = own_positions(s, c, group.rank, q.device)
+    styles = {"plain_attention": partial(plain_attention, positions=positions, group=group)}
+    for style in ("allgather", "ring", "ulysses"):
+        styles[style] = context_parallel({"cp": group}, style, c * s, CAUSAL, SDPA)
+    if c == 4:
+        styles["ring, --cp-ulysses 2"] = context_parallel(
+            {"cp": group} | neighbourhoods(group, 2), "ring", c * s, CAUSAL, SDPA)
+    if group.rank == 0:
+        print(f"Attention of {c} ranks: {s} tokens each, {N} query heads, {K} key and value heads of {D}, fp64\n\n"
+              f"    kB sent by a rank       forward   backward   together")
+    error = torch.zeros((), dtype=torch.float64)
+    for title, attend in styles.items():
+        own = [x[:, :, positions].requires_grad_() for x in (q, k, v)]
+        sent.clear()
+        o = attend(*own)
+        forward = sum(sent.values())
+        o.backward(do[:, :, positions])
+        together = sum(sent.values())
+        if group.rank == 0:
+            print(f"    {title:22s}{forward / 1e3:9.0f}{(together - forward) / 1e3:11.0f}{together / 1e3:11.0f}")
+        for ours, want in zip([o.detach(), *(x.grad for x in own)], expected):
+            error = torch.maximum(error, (ours - want[:, :, positions]).abs().max() / want.abs().max())
+    all_reduce(error, group, MAX)
+    if group.rank == 0:
+        print(f"\nResults and gradients are those of whole attention. Relative difference: {error:.0e}\n"
+              "plain_attention sends less in backward because it keeps the keys of all ranks until then.\n"
+              "A ring sends as much as all-gather, but holds the keys of 2 ranks at a time, not of all.\n"
+              "With more ranks on the same sequence Ulysses sends less per rank, and the others do not.")
 
 
 if __name__ == "__main__":
-    from core.collectives import run_demo
-    run_demo(lambda group: demo(c=4))
+    run_demo(demo, ranks=4)
