@@ -350,6 +350,54 @@ def at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     return [o.detach(), *torch.autograd.grad(o, leaves, do.double())]
 
 
+# ---- the plain version, and training with every style ---------------------------------------------------------------
+
+H = 20
+
+
+def train_layer(attend, places: torch.Tensor, group: collectives.Group, steps: int = 3) -> list[torch.Tensor]:
+    """Train one attention layer by some steps of SGD on the tokens at these places; return its weights."""
+    x, target = (normal(B, S, H, seed=seed)[:, places] for seed in (10, 11))
+    shapes = [(H, N * D), (H, K * D), (H, K * D), (N * D, H)]
+    weights = [(normal(*shape, seed=20 + i) / 4).requires_grad_() for i, shape in enumerate(shapes)]
+    wq, wk, wv, wo = weights
+    for _ in range(steps):
+        q, k, v = ((x @ w).unflatten(-1, (-1, D)).transpose(1, 2) for w in (wq, wk, wv))
+        y = attend(q, k, v).transpose(1, 2).flatten(2) @ wo
+        ((y - target).square().sum() / (B * S)).backward()
+        with torch.no_grad():
+            for weight in weights:
+                weight -= 0.1 * collectives.sum_over_ranks(weight.grad, group)
+                weight.grad = None
+    return [weight.detach() for weight in weights]
+
+
+def train_on_ranks(style: str) -> list[torch.Tensor]:
+    group = everyone()
+    c, i = group.size, group.rank
+    mine = own_positions(S, c, i)
+    if style == "plain, contiguous":
+        mine = torch.arange(S).chunk(c)[i]
+    if style.startswith("plain"):
+        return train_layer(lambda q, k, v: cp.plain_attention(q, k, v, mine, group), mine, group)
+    return train_layer(attention_of(style, CAUSAL, SDPA), mine, group)
+
+
+@pytest.mark.parametrize("c, styles", [(3, ("plain, contiguous", "plain, zig-zag", *CP_STYLES)),
+                                       (4, ("plain, zig-zag", "ring 2"))])
+def test_the_plain_version_and_every_style_train_as_one_process(pool, c, styles):
+    start, wanted = (train_layer(lambda q, k, v: dense_attention(q, k, v, CAUSAL)[0], torch.arange(S), ALONE, steps)
+                     for steps in (0, 3))
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(wanted, start))
+    results = for_each(pool, c, "test_cp:train_on_ranks", [dict(style=style) for style in styles])
+    for style, ranks in zip(styles, results):
+        for found in ranks:
+            for ours, want in zip(found, wanted, strict=True):
+                assert (ours - want).abs().max() < 1e-10 * want.abs().max(), style
+
+
+# ---- blocks of scores, on one device and on ranks -------------------------------------------------------------------
+
 CUDNN = AttentionKernel(None, gpu_forward, gpu_backward)
 
 

@@ -12,9 +12,15 @@ from core import rules
 from core.groups import build_groups
 
 LINEAR, INPUT = 2 * 256 * 128 * 128, 256 * 128 * 4  # recompute.py: FLOPs of a matmul, bytes of a layer's input
+SHARD = 2 * 128 * 4 * 16 * 8  # cp.py: bytes of the keys and values of 128 tokens with 4 heads of 16, in fp64
+ULYSSES = 3 * 128 * (2 * 16 + 2 * 4) * 16 * 8 // 4  # of q, k, v and results, three quarters go to other ranks
 P = 12 * 256**2  # zero.py: weights of 2 bytes, gradients of 4, optimizer state of 12
 SHOWN = [  # file, ranks, what some line has
-    ("cp", 1, ["contiguous: [3, 7, 11, 15] blocks", "zig-zag: [9, 9, 9, 9] blocks"]),  # of 36
+    ("cp", 4, ["contiguous: [3, 7, 11, 15] blocks", "zig-zag: [9, 9, 9, 9] blocks", "Relative difference: ",  # of 36
+               *(f"{style:22s}{3 * SHARD / 1e3:9.0f}{6 * SHARD / 1e3:11.0f}{9 * SHARD / 1e3:11.0f}"
+                 for style in ("allgather", "ring")),
+               f"{'ulysses':22s}{ULYSSES / 1e3:9.0f}{ULYSSES / 1e3:11.0f}{2 * ULYSSES / 1e3:11.0f}"]),
+    ("cp", 1, ["zig-zag: [9, 9, 9, 9] blocks", "Relative difference: "]),
     ("tp", 2, ["64 tokens between pairs   sent: 4 x", "32 tokens between pairs   sent: 5 x",
                "Relative difference: "]),  # 5: backward gathers X again
     ("tp", 1, ["sent: 0 x", "Relative difference: "]),
@@ -67,8 +73,7 @@ SHOWN = [  # file, ranks, what some line has
 
 def printed(file: str) -> str:
     demo = importlib.import_module(file).demo
-    parameters = demo.__code__.co_varnames[:demo.__code__.co_argcount]
-    arguments = [{"c": 4}.get(name, grids.everyone()) for name in parameters]
+    arguments = [grids.everyone()] * demo.__code__.co_argcount
     with contextlib.redirect_stdout(io.StringIO()) as text:
         demo(*arguments)
     return text.getvalue()
