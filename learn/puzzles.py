@@ -42,7 +42,7 @@ PUZZLES = {
     "boxes": Puzzle("core/param.py", "boxes", "tests/test_param.py::test_a_flat_range_is_a_few_boxes_in_order", (
         "A range of a flattened matrix is the end of a row, whole rows, and the beginning of a row.",
         "A part of one row is a range of a tensor with one dimension less: the function calls itself.")),
-    "drop": Puzzle("recompute.py", "Recompute.drop",
+    "drop": Puzzle("recompute.py", "drop",
                    "tests/test_recompute.py::test_views_of_a_dropped_result_are_refilled", (
                        "untyped_storage().resize_(0) frees memory under tensors that stay valid.",
                        "A hook on the gradient of `until` runs before the backward that reads `out`.")),
