@@ -11,6 +11,8 @@ import train
 from core import rules
 from core.groups import build_groups
 
+LINEAR, INPUT = 2 * 256 * 128 * 128, 256 * 128 * 4  # recompute.py: FLOPs of a matmul, bytes of an activation
+STATISTICS = 2 * 256 * 4  # mean and deviation of each token, which a norm saves
 SHARD = 2 * 128 * 4 * 16 * 8  # cp.py: bytes of the keys and values of 128 tokens with 4 heads of 16, in fp64
 ULYSSES = 3 * 128 * (2 * 16 + 2 * 4) * 16 * 8 // 4  # of q, k, v and results, three quarters go to other ranks
 P = 12 * 256**2  # zero.py: weights of 2 bytes, gradients of 4, optimizer state of 12
@@ -42,6 +44,10 @@ SHOWN = [  # file, ranks, what some line has
                            "backward_input    dX3 dX2 dX1\n",
                            "backward_weight   dW3 ready3 dW2 ready2 dW1 ready1\n",
                            f"{3 * 2 * 1024 * 64 * 4 / 1e6:.2f} MB"]),  # of 3 layers, inputs and output gradients
+    ("recompute", 1, [f"none       {(4 * INPUT + STATISTICS) * 8 / 1e6:5.2f} MB   {8 * 6 * LINEAR / 1e6:4.0f} MFLOP",
+                      f"selective  {(2 * INPUT + STATISTICS) * 8 / 1e6:5.2f} MB   {8 * 6 * LINEAR / 1e6:4.0f} MFLOP",
+                      f"full       {INPUT * 8 / 1e6:5.2f} MB   {8 * 8 * LINEAR / 1e6:4.0f} MFLOP",
+                      "All gradients are equal to the bit."]),
     ("fp8", 1, ["E4M3 for all, one scale"]),
     ("flash", 1, ["■ · · · · · · ·        ■ · · · · · · ·        ■ · · · · · · ·",
                   "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■"]),

@@ -25,10 +25,46 @@ from plan.costs import (
     saved_bytes,
 )
 from plan.memory import layer_options
-from recompute import CheckpointArena, Recompute, decide_once, is_recomputing
+from recompute import CheckpointArena, Recompute, checkpoint, decide_once, drop, is_recomputing
 from run.meter import Meter
 from test_ep import make_layer
 from tp import TensorParallel
+
+
+def train_mlp(run) -> tuple[list[torch.Tensor], int]:
+    """Train three residual layers by three steps of SGD: (their weights, bytes that live before a backward).
+
+    run(block, x): calls block(x), and may recompute it.
+    """
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 9, 20, dtype=torch.float64)
+    weights = [torch.randn(20, 20, dtype=torch.float64).div(4).requires_grad_() for _ in range(6)]
+    meter = Meter()
+    meter.label("inputs", x, target, *weights)
+    for _ in range(3):
+        with meter:
+            y = x.requires_grad_()
+            for up, down in zip(weights[0::2], weights[1::2]):
+                y = run(lambda x, up=up, down=down: x + torch.sigmoid(torch.tanh(x @ up) @ down), y)
+            kept = meter.settled()["other"]
+            (y - target).square().mean().backward()
+        del y
+        x.grad = None
+        with torch.no_grad():
+            for weight in weights:
+                weight -= weight.grad
+                weight.grad = None
+    return [weight.detach() for weight in weights], kept
+
+
+def test_the_plain_checkpoint_trains_as_no_checkpoint_and_keeps_the_inputs_of_blocks():
+    """Equal to the bit, also to torch's own. Kept are the results of three blocks, the last of which is no input."""
+    wanted, everything = train_mlp(lambda block, x: block(x))
+    ours, kept = train_mlp(checkpoint)
+    torchs, _ = train_mlp(partial(torch.utils.checkpoint.checkpoint, use_reentrant=True))
+    for one, other, want in zip(ours, torchs, wanted, strict=True):
+        assert torch.equal(one, want) and torch.equal(other, want)
+    assert kept == 3 * 9 * 20 * 8 < everything
 
 
 def share_checkpoints() -> None:
@@ -260,6 +296,23 @@ def test_dropped_results_take_no_memory_but_where_backward_is_and_are_refilled_o
     assert seen[0] - 12 * size < 5 * size  # besides the weights' gradients
     assert len(runs) == 12 + 24 and meter.live()["other"] == 13 * size
     torch.testing.assert_close([x.grad, *(weight.grad for weight in weights)], list(want))
+
+
+@pytest.mark.parametrize("until, raises", [("y", True), ("out", False)])
+def test_a_result_that_is_dropped_too_early_raises_and_is_never_silently_wrong(until, raises):
+    """The example of recompute.py: a backward that does not wait for that of `until` reads empty memory."""
+    x, w, gate = (torch.randn(*shape, requires_grad=True) for shape in ((8, 5), (5, 3), (5, 3)))
+    h = x.tanh()
+    y, z = h @ w, h @ gate
+    out = y + z
+    drop(h, dict(y=y, out=out)[until], torch.tanh, x)
+    if raises:
+        with pytest.raises(RuntimeError, match="storage of size 0"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+        torch.testing.assert_close(gate.grad, x.tanh().T @ torch.ones(8, 3))
+        assert torch.equal(gate.grad, w.grad)
 
 
 def test_views_of_a_dropped_result_are_refilled():
