@@ -1,9 +1,17 @@
-"""Torch's attention kernels, for whole sequences and for the blocks of context parallelism.
+"""Torch's attention kernels: which one runs when, and how to call it for a single block of keys.
 
-`F.scaled_dot_product_attention` has several kernels, which torch calls backends. A fused kernel
-never writes the scores [rows, columns] to memory. "math" is not fused: it saves them for backward.
-What we give each kernel:
+    a whole sequence    forward     F.scaled_dot_product_attention(q, k, v, ...)               ─►  o
+                        backward    autograd calls the kernel's backward
 
+    a block of keys     forward     aten._scaled_dot_product_KERNEL(q, k, v, ...)              ─►  o, lse
+                                    cp.py merges the o and the lse of all blocks
+                        backward    aten._scaled_dot_product_KERNEL_backward(
+                                        do, q, k, v, merged o, merged lse, ...)                ─►  dq, dk, dv
+
+Torch has several attention kernels, which it calls backends. A fused kernel never writes the scores
+[rows, columns] to memory. "math" is not fused: it writes them, and saves them for backward. The
+table says what we give each kernel. A mask is "is_causal" if queries and keys are the same tokens
+and only later keys are hidden.
     kernel      device   dtypes          mask                         D         key and value heads
     cuDNN       GPU      16 bits         none, or is_causal           to 128    K
     flash       GPU      16 bits         none, or is_causal           to 256    K
@@ -11,27 +19,28 @@ What we give each kernel:
     math        GPU      any             none, is_causal, or tensor   any       N or K
     flash       CPU      any             none, is_causal, or tensor   any       K
 
-A mask is "is_causal" if queries and keys are the same tokens and only later keys are hidden.
-Documents, windows and cached keys need a tensor (`Mask.kind` in operations.py), and then attention
-of whole sequences repeats key and value heads on CPUs, too.
+Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys;
+lse [B, N, rows]: the log-sum-exp of each row's scores. Documents, windows and cached keys need a
+mask tensor [rows, columns] (`Mask.kind` in operations.py).
 
 Whole sequences (`attention_sdpa`): we set an order, and torch takes the first kernel that accepts
-the call. cuDNN is first because it is the fastest on Hopper, and math is last because of its
-scores. Torch's cuDNN also takes tensors and some wider heads. We disable it there, because its
-backward may return NaN for the first and may be refused for the second.
+the call. cuDNN is first because it is the fastest on Hopper. math is last because of its scores.
+With a mask tensor, key and value heads are repeated on CPUs, too.
 
-Blocks (`sdpa_forward`, `sdpa_backward`): cp.py merges the results of several blocks of keys, so it
-needs the logsumexp of each row, and backward must take the merged one. The public function offers
-neither, so we call the private operator of one kernel: cuDNN to D = 128, flash for wider heads, and
-on CPUs the CPU's. Where a GPU would need a mask tensor, or for fp32 and fp64, a block is computed
-by math_forward and math_backward of operations.py.
+Blocks (`sdpa_forward`, `sdpa_backward`): the public function returns no lse, without which results
+of blocks cannot be merged. Its backward uses the block's own o and lse, but the gradients of a
+block depend on the whole row. So we call the private operators of one kernel: cuDNN to D = 128,
+flash for wider heads, and on CPUs the CPU's flash. cuDNN and flash take neither mask tensors nor
+fp32 or fp64, so math_forward and math_backward of operations.py compute such a block on a GPU.
 
-Who decides: cp.choose_attention picks one AttentionKernel for each window of a model: SDPA (here),
-MATH (operations.py) or Triton's (flash.py). flash.py uses this file where its kernels do not run.
-`python sdpa.py` prints which kernels run on this machine.
+Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. Its backward may
+then return NaN or be refused, so we disable cuDNN in these cases (`choose_sdpa_kernels`).
+
+Who decides: cp.choose_attention picks an AttentionKernel for each window of a model: SDPA (this
+file), MATH (operations.py) or Triton's (flash.py). flash.py calls this file where its kernels do
+not run. `python sdpa.py` prints which kernels run on this machine.
 
 Dao et al. 2022 (flash); Rabe & Staats 2021 (efficient).
-Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys.
 """
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -47,6 +56,31 @@ from core.collectives import run_demo
 from core.config import need
 from operations import AttentionKernel, Mask, math_backward, math_forward, repeat_kv_heads
 
+# ---- the plain version: two blocks of keys, without a mask, on a CPU -------------------------------------------------
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend to one block of keys: (o [B, N, rows, D], lse [B, N, rows])."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+
+
+def plain_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Compute the block's dq, dk and dv. o, lse: of all blocks of the row, merged."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, dropout_p=0.0, is_causal=False)
+
+
+def attend_in_two_blocks(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """Attend to the two halves of the keys, and merge: (o, dq, dk, dv) of attention to all keys."""
+    (k_1, k_2), (v_1, v_2) = k.chunk(2, 2), v.chunk(2, 2)
+    o_1, lse_1 = plain_forward(q, k_1, v_1)
+    o_2, lse_2 = plain_forward(q, k_2, v_2)
+    lse = torch.logaddexp(lse_1, lse_2)
+    o = (lse_1 - lse).exp()[..., None] * o_1 + (lse_2 - lse).exp()[..., None] * o_2  # cp.py explains the formula
+    dq_1, dk_1, dv_1 = plain_backward(do, q, k_1, v_1, o, lse)
+    dq_2, dk_2, dv_2 = plain_backward(do, q, k_2, v_2, o, lse)
+    return o, dq_1 + dq_2, torch.cat((dk_1, dk_2), 2), torch.cat((dv_1, dv_2), 2)
+
+
 # ---- which kernel torch takes ---------------------------------------------------------------------------------------
 
 # The fastest on Hopper first.
@@ -58,8 +92,8 @@ CUDNN_WIDTH = 128  # the widest heads that we give cuDNN: for wider ones, such a
 def set_sdpa_order() -> AbstractContextManager:
     """Let torch take the first kernel of SDPA_ORDER that runs, until this process ends.
 
-    Entering and leaving the context at each call would take 25 of the call's 32 us. `cache` keeps the context alive,
-    because Python leaves a context that it frees.
+    Entering and leaving the context at each call would take 25 of the call's 32 us. `cache` keeps
+    the context alive, because Python leaves a context that it frees.
     """
     context = sdpa_kernel(SDPA_ORDER, set_priority=True)
     context.__enter__()
@@ -67,8 +101,11 @@ def set_sdpa_order() -> AbstractContextManager:
 
 
 def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
-    """Set, before a call on a GPU, which kernels torch may choose: all of SDPA_ORDER, except cuDNN for wide heads and
-    with a mask tensor. With a mask its backward returns NaN for some lengths (pytorch#196678)."""
+    """Set, before a call on a GPU, which kernels torch may choose.
+
+    These are all of SDPA_ORDER, except cuDNN for wide heads and with a mask tensor. With a mask its
+    backward returns NaN for some lengths (pytorch#196678).
+    """
     set_sdpa_order()
     torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
 
@@ -76,25 +113,33 @@ def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
 # ---- attention of whole sequences -----------------------------------------------------------------------------------
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend to all keys. Saves no scores, unless torch has to take its kernel "math"."""
+    """Attend to all keys, without saving scores (unless torch has to take its kernel "math").
+
+    q: [B, N, rows, D]; k, v: [B, K, columns, D] -> o [B, N, rows, D].
+    """
     kind = mask.kind(q.shape[2], k.shape[2])
     visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
     if q.is_cuda:
         choose_sdpa_kernels(q.shape[-1], visible is not None)
-    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # then no fused kernel takes K < N
+    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # here no fused kernel takes K < N
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
                                           enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
 
 
 # ---- attention of one block of keys ---------------------------------------------------------------------------------
+# What sdpa_forward and sdpa_backward add to plain_forward and plain_backward: a mask, the kernels
+# of GPUs, and a lse of -inf for rows that see no key of the block, so that merging leaves these
+# rows as they are.
 
 def check_heads(q: Tensor, k: Tensor) -> None:
-    """Refuse a K that does not divide N: torch's kernel for CPUs would read beyond the last key head."""
+    """Refuse a K that does not divide N: torch's kernel for CPUs would read beyond the last key
+    head."""
     need(q.shape[1] % k.shape[1] == 0, f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
 
 
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Attend to one block of keys: (o [B, N, rows, D], lse [B, N, rows])."""
     check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda:
@@ -108,6 +153,7 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the block's dq, dk and dv. o, lse: of all blocks of the row, merged."""
     check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda:
@@ -118,18 +164,20 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
 
 
 def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """What is added to the scores: 0, or -inf where a query does not see a key."""
+    """Make the tensor that the kernel adds to the scores: 0, or -inf where a query does not see a
+    key."""
     visible = mask.visible(q.shape[2], k.shape[2], q.device)
     return torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
 
 
 def has_gpu_kernel(q: Tensor, kind: str) -> bool:
-    """Whether a kernel for GPUs computes a block. kind: of its mask, by Mask.kind."""
+    """Whether cuDNN or flash takes a block. kind: the result of Mask.kind."""
     return kind != "general" and q.itemsize <= 2
 
 
 def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN, which makes a plan for each new shape, or for wider heads by FlashAttention."""
+    """Attend by cuDNN, or for wider heads by FlashAttention. cuDNN makes a plan for each new
+    shape."""
     is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
     if q.shape[-1] > CUDNN_WIDTH:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=is_causal)[:2]
@@ -140,8 +188,10 @@ def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Te
 
 def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                  mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients by the kernel that gpu_forward took. Their sums have no fixed order, unless
-    torch.use_deterministic_algorithms is on."""
+    """Compute gradients by the kernel that gpu_forward took.
+
+    The order of their sums varies, unless torch.use_deterministic_algorithms is on.
+    """
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
     options = dict(cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=0.0,
                    is_causal=mask.kind(q.shape[2], k.shape[2]) == "causal", philox_seed=seed, philox_offset=seed)
@@ -157,7 +207,7 @@ SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_ten
 # ---- demo: python sdpa.py -------------------------------------------------------------------------------------------
 
 class CalledKernels(TorchDispatchMode):
-    """Inside this context, note the names of torch's attention kernels as they are called."""
+    """A context that notes the name of each attention kernel that torch calls."""
 
     def __init__(self):
         super().__init__()
@@ -171,13 +221,15 @@ class CalledKernels(TorchDispatchMode):
 
 
 def find_kernel(attend: Callable, *inputs: Tensor | Mask) -> str:
-    """The kernel that attend(*inputs) calls. "math": none, because plain matmuls compute the attention."""
+    """Name the kernel that attend(*inputs) calls: "math" if it calls none, only plain matmuls."""
     with CalledKernels() as called:
         attend(*inputs)
     return called.names[0] if called.names else "math"
 
 
 def demo() -> None:
+    """Show which kernels run here, and that two blocks with a merged lse are attention to all
+    keys."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"Attention of 8 query heads and 2 key and value heads on {device}: which kernel computes it?\n\n"
           f"{'dtype':10s}{'D':5s}{'mask':12s}{'whole sequences':18s}a block of context parallelism")
@@ -190,6 +242,22 @@ def demo() -> None:
         q.requires_grad_()  # torch refuses some kernels because of their backward
         whole = find_kernel(attention_sdpa, q, k, v, mask)
         print(f"{str(dtype).removeprefix('torch.'):10s}{D:<5d}{name:12s}{whole:18s}{block}")
+
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(2, heads, 64, 32, dtype=torch.float64) for heads in (8, 2, 2, 8))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = F.scaled_dot_product_attention(*leaves, enable_gqa=True)
+    expected = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    found = attend_in_two_blocks(q, k, v, do)
+    error = max((ours - want).abs().max() / want.abs().max() for ours, want in zip(found, expected))
+    print("\nTwo blocks of keys, merged, equal attention to all keys, also in backward. "
+          f"Relative difference: {error:.0e}")
+
+    k_1, v_1, expected_dk = k[:, :, :32], v[:, :, :32], expected[2][:, :, :32]
+    own_o, own_lse = plain_forward(q, k_1, v_1)
+    _, dk, _ = plain_backward(do, q, k_1, v_1, own_o, own_lse)
+    wrong = (dk - expected_dk).norm() / expected_dk.norm()
+    print(f"With its own o and lse in place of the merged ones, dk of the first block is {wrong:.0%} off.")
 
 
 if __name__ == "__main__":
