@@ -51,7 +51,8 @@ SHOWN = [  # file, ranks, what some line has
     ("fp8", 1, ["E4M3 for all, one scale"]),
     ("flash", 1, ["■ · · · · · · ·        ■ · · · · · · ·        ■ · · · · · · ·",
                   "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■"]),
-    ("sdpa", 1, [f"{dtype:10s}128  causal      flash_for_cpu     flash_for_cpu" for dtype in ("float32", "float64")]),
+    ("sdpa", 1, [*(f"{dtype:10s}128  causal      flash_for_cpu     flash_for_cpu" for dtype in ("float32", "float64")),
+                 "Relative difference: ", "With its own o and lse in place of the merged ones, dk"]),
     ("model", 1, [f"The tiny Llama, {2 * 257 * 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 352) + 2 * 128) + 128:,} ",
                   "guessing ln 257 = 5.549"]),
     ("mla", 1, ["128 heads     576 numbers", " 32 heads   8,192 numbers"]),  # 512 + 64; 2 x 32 x 128

@@ -3,6 +3,7 @@ import gc
 
 import pytest
 import torch
+from exact import dense_attention
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
@@ -10,6 +11,17 @@ import sdpa
 from operations import Mask, attention_math
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a test on the GPU may have set the order already")
+
+
+def test_two_blocks_in_plain_calls_are_attention_to_all_keys():
+    """Result and gradients to 1e-10, with fewer key and value heads than query heads, and unequal rows and columns."""
+    q, k, v, do = (torch.randn(2, heads, length, 24, dtype=torch.float64)
+                   for heads, length in ((6, 40), (3, 56), (3, 56), (6, 40)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o, _ = dense_attention(*leaves, Mask(causal=False))
+    wanted = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    for found, want in zip(sdpa.attend_in_two_blocks(q, k, v, do), wanted, strict=True):
+        assert (found - want).abs().max() < 1e-10 * want.abs().max()
 
 
 @pytest.mark.parametrize("dtype, kv_heads", [(torch.bfloat16, 2), (torch.float32, 8)])
