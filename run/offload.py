@@ -1,8 +1,4 @@
-"""--offload: what waits in the host's memory. train.py hands OffloadedState to zero.py, HostRows to recompute.py.
-
-A copy begins when the kernels launched before it, and the copies before it in its direction, are done. So gradients
-leave bucket by bucket while the CPU updates the bucket before, and a block's input comes back while the backward of the
-block after it runs: two are on the GPU at once. docs/NOTES.md says what this saves and costs.
+"""--offload: keep the optimizer state or the inputs of blocks in the host's memory.
 
     optimizer     GPU     ... backward │ norm, clip │                                       │ next forward
                   to host              │        g0 ↓  g1 ↓  g2 ↓                            │
@@ -12,6 +8,15 @@ block after it runs: two are on the GPU at once. docs/NOTES.md says what this sa
     activations   GPU     forward 1   forward 2   forward 3           backward 3   backward 2   backward 1
                   to host x1 ↓        x2 ↓        x3 ↓
                   to GPU                                      x3 ↑    x2 ↑         x1 ↑
+
+g, w: the gradients and weights of a bucket (zero.py). x: the input of a block (recompute.py, full).
+
+optimizer: gradients leave bucket by bucket, and while one bucket is copied, the CPU updates the
+bucket before it. activations: the input of a block comes back while the backward of the block after
+it runs, so two inputs are on the GPU at a time. A copy begins when the kernels launched before it
+are done, and the copies before it in its direction. docs/NOTES.md says what both save and cost.
+
+train.py passes OffloadedState to zero.py, and HostRows to recompute.py.
 """
 from collections.abc import Sequence
 from functools import cache
@@ -22,30 +27,32 @@ from core.collectives import Pending
 
 
 class Copied:
-    """A copy that was made at once, on a CPU; on GPUs a torch.cuda.Event is in its place."""
+    """A copy that is already done, as every copy on a CPU. On GPUs a torch.cuda.Event takes its place."""
 
     def wait(self) -> None:
-        """Let kernels that are launched from now on wait for it."""
+        """Let kernels that are launched from now on wait for the copy."""
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Let the host wait for the copy."""
 
 
 @cache
 def stream_of(device: torch.device, to_host: bool) -> torch.cuda.Stream:
-    """The one of all copies in this direction: the link carries both directions at once."""
+    """Return the stream of all copies in one direction. The link carries both directions at once."""
     return torch.cuda.Stream(device)
 
 
 def host_zeros(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the host for copies to and from a device; for a GPU it is pinned, because only from there the copy
-    engine reads while the CPU goes on."""
+    """Allocate memory of the host for copies to and from a device, filled with zeros.
+
+    For a GPU the memory is pinned: the copy engine can use only pinned memory while the CPU goes on.
+    """
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def start_copy(target: torch.Tensor, source: torch.Tensor,
                after: "Copied | torch.cuda.Event | None" = None) -> "Copied | torch.cuda.Event":
-    """Start to copy to or from the host, after the kernels that have been launched so far and the copy `after`."""
+    """Start a copy to or from the host. It waits for the kernels launched so far and for the copy `after`."""
     on_device = source if source.is_cuda else target
     if not on_device.is_cuda:
         target.copy_(source)
@@ -61,22 +68,25 @@ def start_copy(target: torch.Tensor, source: torch.Tensor,
 
 
 class HostRows:
-    """A matrix [slots, width] in the host's memory, whose rows are written and read as those of a tensor on the device
-    of `like`. Reading a row starts to fetch the one that was written before it, which is to be read next."""
+    """A matrix [slots, width] in the host's memory, used like a tensor on the device of `like`.
+
+    `rows[slot] = row` starts to copy a row to the host. `rows[slot]` returns the row on the device, and
+    starts to fetch the row that was written before it, because rows are read in reverse order.
+    """
 
     def __init__(self, slots: int, width: int, like: torch.Tensor):
         self.rows = host_zeros((slots, width), like.dtype, like.device)
-        self.on_device = list(like.new_empty(2, width))  # one is used while the next one is fetched
+        self.on_device = list(like.new_empty(2, width))  # one is in use while the other is fetched
         self.saved: dict[int, Copied] = {}  # slot -> the copy to the host
-        self.fetched: dict[int, tuple[torch.Tensor, Copied]] = {}
-        self.before: dict[int, int | None] = {}  # slot -> the one written before it, None for the first of a forward
-        self.last: int | None = None  # written
+        self.fetched: dict[int, tuple[torch.Tensor, Copied]] = {}  # slot -> a row on the device, the copy to it
+        self.before: dict[int, int | None] = {}  # slot -> the slot written before it, None for a forward's first
+        self.last: int | None = None  # the slot written last in this forward
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def start_forward(self) -> None:
-        """The rows of one forward are read in reverse order: where it begins, so does a list."""
+        """Begin a new order: the rows of one forward are read in the reverse of their order in it."""
         self.last = None
 
     def __setitem__(self, slot: int, row: torch.Tensor) -> None:
@@ -91,14 +101,15 @@ class HostRows:
         return row
 
     def fetch(self, slot: int | None) -> None:
+        """Start to copy a row to the device, unless that has been done or there is none."""
         if slot is not None and slot not in self.fetched:
             target = self.on_device.pop(0)
-            self.on_device.append(target)  # they take turns
+            self.on_device.append(target)  # the two take turns
             self.fetched[slot] = target, start_copy(target, self.rows[slot], after=self.saved[slot])
 
 
 class CopyToHost(Pending):
-    """A copy that the host may read when `wait` returns it."""
+    """A copy to the host. `wait` returns it when the host may read it."""
 
     def __init__(self, copied: "Copied | torch.cuda.Event", result: torch.Tensor):
         super().__init__(None, result)
@@ -110,10 +121,10 @@ class CopyToHost(Pending):
 
 
 class OffloadedState:
-    """Keeps the optimizer state of a zero.ShardedBucket in the host's memory, where the host updates it.
+    """The optimizer state of a zero.ShardedBucket in the host's memory, where the CPU updates it.
 
-    It has the methods of zero.StateOnDevice: `zeros` allocates master weights and moments, `copy_grad` comes before
-    their update, and `copy_weights` after it.
+    It has the methods of zero.StateOnDevice. `zeros` allocates master weights and moments. `copy_grad`
+    is called before their update, and `copy_weights` after it.
     """
 
     def __init__(self, bucket):
@@ -125,12 +136,15 @@ class OffloadedState:
         return host_zeros(length, dtype, self.device)
 
     def copy_grad(self, grad: torch.Tensor) -> Pending:
-        """Start to copy the gradient to the host. `wait` returns the copy."""
+        """Start to copy the gradient to the host. The result's `wait` returns the copy."""
         return CopyToHost(start_copy(self.grad, grad), self.grad)
 
     def copy_weights(self, master: torch.Tensor, weight_shard: torch.Tensor) -> None:
-        """Round the master weights and start to copy them to the device; kernels launched from now on wait for it."""
-        self.weights_copied.synchronize()  # the last step's copy, which reads what is overwritten here
+        """Round the master weights, and start to copy them to the device.
+
+        Kernels that are launched from now on wait for the copy.
+        """
+        self.weights_copied.synchronize()  # the last copy reads self.weights, which the next line overwrites
         self.weights.copy_(master)
         self.weights_copied = start_copy(weight_shard, self.weights)
         self.weights_copied.wait()
