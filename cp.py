@@ -196,9 +196,9 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
 #     one call              all queries,         all queries,         the second half of the queries,
 #                           all keys, causal     first half of keys   all keys
 #
-# Both pictures on the right have two full blocks, so that all ranks have equal work at every step,
-# too. For example, these are the blocks of rank 1 of 4, which has chunks 1 and 6, as chunks of
-# queries x chunks of keys:
+# Both pictures on the right have two full blocks, so all ranks have equal work at every step, too.
+# For example, these are the blocks of rank 1 of 4, which has chunks 1 and 6. They are written as
+# chunks of queries x chunks of keys:
 #
 #                    step 0                   step 1                    step 2       step 3
 #     ring           1 6 x 1 6 (causal)       1 6 x 0                   6 x 3 4      6 x 2 5
@@ -424,15 +424,15 @@ def by_head(kv: Tensor) -> Tensor:
 # Forward. Each step passes kv to the next rank. Kj stands for the keys and values of rank j:
 #
 #               rank 0    rank 1    rank 2    rank 3
-#     step 0    K0        K1        K2        K3           attend to the own keys while they are sent on
-#     step 1    K3        K0        K1        K2           attend to the keys of the previous rank, send these on
+#     step 0    K0        K1        K2        K3           attend to the own keys, and send them on
+#     step 1    K3        K0        K1        K2           attend to the previous rank's keys, send them on
 #     step 2    K2        K3        K0        K1
 #     step 3    K1        K2        K3        K0           the last step sends nothing
 #
 # Backward repeats these steps, because a rank has saved only its own keys. Now gradients travel,
 # too. At each step a rank computes its term of dKj, adds it to the terms that the previous rank has
-# sent, and passes the sum on. So dKj follows Kj, one step behind. Here is the way of dK0. A number
-# in brackets is the rank whose term is in the sum:
+# sent, and passes the sum on. So dKj follows Kj, one step behind. This is the path of dK0; the
+# numbers in brackets are the ranks whose terms are in the sum:
 #
 #               rank 0               rank 1             rank 2               rank 3
 #     step 0    dK0 = [0], stays
@@ -442,8 +442,10 @@ def by_head(kv: Tensor) -> Tensor:
 #     end       dK0 = [0+1+2+3]
 
 def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
-    """Yield this rank's keys and values, then the previous rank's, and so on. The next shard is
-    received meanwhile."""
+    """Yield this rank's keys and values, then the previous rank's, and so on.
+
+    While the caller attends to one shard, the next one is received.
+    """
     incoming = torch.empty_like(kv)
     for _ in range(group.size - 1):
         receiving = shift(incoming, kv, group)
@@ -453,8 +455,10 @@ def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def ring_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
-    """Add the terms that the previous rank has sent (pending) to this rank's dkv, and send the sum
-    to the next rank."""
+    """Add the sum that the previous rank has sent to this rank's terms, and send it to the next rank.
+
+    dkv: this rank's terms of the gradients of one shard. pending: the previous rank's sum, if any.
+    """
     if pending:
         dkv += pending.wait()
     return shift(torch.empty_like(dkv), dkv, group)
@@ -469,8 +473,10 @@ def ring_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
 #     late chunks, from rank 0 to c-1     7 6 5 4       in the opposite order: reversed after the gather
 
 def gather(kv: Tensor, group: Group) -> Iterator[Tensor]:
-    """Yield this rank's keys and values, then the keys and values of whole sequences, which are
-    gathered meanwhile."""
+    """Yield this rank's keys and values, then the keys and values of whole sequences.
+
+    While the caller attends to the rank's own keys, the others are gathered.
+    """
     whole = kv.new_empty(group.size * len(kv), *kv.shape[1:])
     gathers = [all_gather(half, chunk, group, async_op=True) for half, chunk in zip(whole.chunk(2), kv.chunk(2))]
     yield kv
@@ -503,8 +509,10 @@ def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
 #     latents   (c-1) s W e, and the same backward     all of K and V, saved the same; backward: and all gradients
 
 class GatherTokens(Function):
-    """`gather_tokens` with a derivative: backward sums the gradients of all ranks, because each
-    rank uses all tokens."""
+    """The autograd function of `gather_tokens`.
+
+    Backward sums the gradients of all ranks, because each rank uses all tokens.
+    """
 
     @staticmethod
     def forward(ctx, x, group):

@@ -85,9 +85,8 @@ def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 # ---- full recomputation ---------------------------------------------------------------------------------------------
 # What `Checkpoint` changes in the plain version:
 #
-#     save_for_backward(x)    becomes arena.save(x). Saved inputs outlive all other activations and
-#                             would fragment the allocator's memory, so one allocation holds them
-#                             all.
+#     save_for_backward(x)    becomes arena.save(x). Saved inputs outlive all other activations, and
+#                             would fragment memory, so one allocation holds them all.
 #     block(x)                becomes run_block(...): the second run takes over decisions of the first.
 #     x                       may be several inputs. Without an arena autograd saves them.
 
@@ -176,8 +175,10 @@ class CheckpointArena:
         return slot
 
     def restore(self, slot: int) -> Tensor:
-        """Return the whole input and free its slot. The tensor is valid until the next input is
-        saved or restored."""
+        """Return the whole input and free its slot.
+
+        The tensor is valid until the next input is saved or restored.
+        """
         shard = self.shards[slot]
         self.free_slots.append(slot)  # nothing is saved before this block's backward is over
         if self.group.size > 1:
@@ -194,9 +195,10 @@ class CheckpointArena:
 #     drop(h, y, norm, x)         frees h's memory; when the backward of y begins, h = norm(x) again
 #
 # The contract has two parts:
-# 1. After the drop, nothing in forward reads h, asynchronous collectives included.
-# 2. Every backward that reads h runs after the backward of y has begun. This is so if every result
-#    that is computed from h leads to y.
+#
+# - After the drop, nothing in forward reads h, asynchronous collectives included.
+# - Every backward that reads h runs after the backward of y has begun. This is so if every result
+#   that is computed from h leads to y.
 #
 # Here is an example that breaks the second part:
 #
@@ -207,7 +209,7 @@ class CheckpointArena:
 #     (y + z).sum().backward()
 #
 # Autograd begins with the operation that forward ran last. So the backward of gate runs before the
-# backward of y, and reads h while its storage is empty. Gradients never become wrong silently:
+# backward of y, and reads h while its storage is empty. This does not make gradients silently wrong:
 # torch raises "storage of size 0", or the process crashes at a null pointer. The same happens if
 # forward reads h after the drop. To mend the example, name a result to which both lead:
 #
@@ -215,12 +217,12 @@ class CheckpointArena:
 #     drop(h, out, norm, x)
 
 def drop(out: Tensor, until: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Free the memory of out = function(*inputs), and refill it when the backward of `until`
-    begins.
+    """Free the memory of out = function(*inputs); refill it when the backward of `until` begins.
 
     out: a tensor that fills its storage, not a view of a part. Saved views of it are refilled, too.
     until: a result to which everything leads that has been computed from `out`. If it requires no
         gradient, no backward will come, and nothing is freed.
+    function: must return the same values in its second run. Nobody checks this.
     """
     if not until.requires_grad:
         return
