@@ -1,12 +1,26 @@
-"""What a Llama computes besides linear layers: RMSNorm, SwiGLU, rotary embedding, masks, attention; with derivatives.
+"""The operations of a Llama besides linear layers: RMSNorm, SwiGLU, rotary embedding, masks, attention.
 
-Each is written here in plain torch, which reads and writes memory many times for few FLOPs. Fused kernels replace it:
+                 forward                                    backward: from dy, or do, and what forward saved
+    RMSNorm      r = sqrt(mean(x^2) + eps)                  g = dy w
+                 x_hat = x / r                              dx = (g - x_hat mean(g x_hat)) / r
+                 y = x_hat w                                dw = sum over rows of dy x_hat
+    SwiGLU       s = sigmoid(gate)                          dgate = dy up s (1 + gate (1 - s))
+                 y = gate s up                              dup = dy gate s
+    rotary       (a, b) becomes                             the same with -sin in place of sin
+                 (a cos - b sin, b cos + a sin)
+    attention    p = softmax(q k^T / sqrt(D))               dv = p^T do
+                 o = p v                                    ds = p (do v^T - sum over keys of do o) / sqrt(D)
+                                                            dq = ds k,  dk = ds^T q
 
-    RMSNorm, SwiGLU, rotary embedding    kernels.py on a GPU; plain torch on a CPU and in fp64 (see `try_kernel`)
-    attention                            sdpa.py (torch's kernels) or flash.py (in Triton), by --attention, mask and
-                                         device: see cp.choose_attention. --attention math: plain torch, as here
+Every operation is written here in plain torch, with its derivative. Plain torch reads and writes memory many
+times for few FLOPs, so fused kernels replace it where they run:
 
-Rotary angles and the statistics of norms and softmax are in the accumulation dtype, which is at least fp32.
+    RMSNorm, SwiGLU, rotary embedding    kernels.py on a GPU (see `try_kernel`)
+    attention                            sdpa.py (torch's kernels) or flash.py (in Triton): cp.choose_attention
+                                         picks one by --attention, mask and device. --attention math takes
+                                         the plain torch of this file.
+
+Rotary angles and the statistics of norms and softmax are computed in the accumulation dtype, at least fp32.
 
 RMSNorm: Zhang & Sennrich 2019; SwiGLU: Shazeer 2020; rotary embedding: Su et al. 2021, its scaling: Llama Team 2024;
 sliding windows: Beltagy et al. 2020, as in Mistral: Jiang et al. 2023.
@@ -14,6 +28,7 @@ Shapes: B batch, S sequence, T = B S, N query heads, K key and value heads, D he
 """
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,44 +36,70 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from core.collectives import run_demo
 from core.config import Model
 from core.gradients import accumulate_grad
 from core.param import Spec, acc_dtype
 
-allows_kernels = True  # whether --kernels does; train.py sets it
+# ---- a kernel, or plain torch ---------------------------------------------------------------------------------------
+# Every operation that has a kernel is written like this:
+#
+#     y = try_kernel(x, lambda kernels: kernels.swiglu(x))
+#     if y is None:
+#         y = ...                                               # the same in plain torch
+#
+#     where                                    the lambda is                              try_kernel returns
+#     CPU, fp64, or --kernels torch            not called, and Triton is not imported     None
+#     GPU                                      called with the module kernels.py          what the lambda returns
+#     GPU, where a kernel does not compile     called, and raises KernelError before      None, now and from now on
+#     or launch                                it changes anything; the reason is
+#                                              printed once
+
+allows_kernels = True  # False with --kernels torch: train.py sets it
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether kernels.py computes with x, rather than plain torch."""
+    """Whether kernels, not plain torch, compute with x."""
     return allows_kernels and x.is_cuda and x.dtype != torch.float64
 
 
 def try_kernel(x: Tensor, compute: Callable[..., Any]) -> Any:
-    """compute(kernels.py), which runs whole or raises KernelError before it changes anything (kernels.py prints why,
-    once). None then, and where `uses_kernels` is False: plain torch has to take over."""
+    """Return compute(kernels), where `kernels` is the module kernels.py, or None if plain torch has to compute.
+
+    x: the tensor whose device and dtype decide. compute must not change anything before its first launch.
+    """
     if uses_kernels(x):
         import kernels  # needs Triton, which a CPU does without
         with suppress(kernels.KernelError):
             return compute(kernels)
+    return None
 
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
+# With a residual stream, add and norm are one Function:    total = x + y,  out = RMSNorm(total)
+# Both results are used later, so backward gets a gradient for each, and sums them:
+#
+#     dx = dy = dtotal + (g - x_hat mean(g x_hat)) / r        g = dout w
 
 class RMSNormFunction(Function):
-    """(x, RMSNorm(x)), or with y (x + y, RMSNorm(x + y)), over the last dimension: one backward sums the gradients that
-    come from both. Saves what is normalised (the residual stream, which is there anyway) and, in plain torch, 1 / rms
-    of each row. With x_hat = x / rms and g = dout * weight: dx = (g - x_hat mean(g x_hat)) / rms."""
+    """x -> (x, RMSNorm(x)) or, with y, (x + y, RMSNorm(x + y)), over the last dimension.
+
+    Saves the normalised tensor, which is the residual stream and so is kept anyway. Plain torch saves 1 / r of each
+    row, too; the kernel computes it again. weight gets its gradient from accumulate_grad, not from autograd.
+    """
 
     @staticmethod
     def forward(ctx, x, y, weight, eps):
         ctx.set_materialize_grads(False)  # a result that is not used has the gradient None
         ctx.weight, ctx.eps, ctx.adds = weight, eps, y is not None
-        if found := try_kernel(x, lambda kernels: kernels.rms_norm(x, y, weight, eps)):
-            (total, out), rstd = found, None
+        found = try_kernel(x, lambda kernels: kernels.rms_norm(x, y, weight, eps))
+        if found is not None:
+            total, out = found
+            rstd = None
         else:
             total = x if y is None else x + y
             total_acc = total.to(acc_dtype(x.dtype))
-            rstd = torch.rsqrt(total_acc.square().mean(-1, keepdim=True) + eps)
+            rstd = torch.rsqrt(total_acc.square().mean(-1, keepdim=True) + eps)  # 1 / r
             out = (total_acc * rstd).mul_(weight).to(x.dtype)
         ctx.save_for_backward(total, rstd)
         return total, out
@@ -67,19 +108,20 @@ class RMSNormFunction(Function):
     def backward(ctx, dtotal, dout):
         total, rstd = ctx.saved_tensors
         weight, eps = ctx.weight, ctx.eps
-        if dout is None:  # rare; a missing dtotal is not, and saves reading one
+        if dout is None:  # rare. dtotal is None often: the kernel then reads one tensor less
             dout = torch.zeros_like(total)
-        if found := try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps)):
+        found = try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps))
+        if found is not None:
             dx, dweight = found
             accumulate_grad(weight, lambda out: out.add_(dweight), defer=False)
         else:
-            if rstd is None:  # forward's kernel saves none
+            if rstd is None:  # forward's kernel ran, and backward's does not
                 rstd = torch.rsqrt(total.to(acc_dtype(total.dtype)).square().mean(-1, keepdim=True) + eps)
             x_hat = total.detach() * rstd  # in the accumulation dtype, like everything below
             dweight_terms = dout * x_hat
             accumulate_grad(weight, lambda out: out.add_(dweight_terms.flatten(0, -2).sum(0)), defer=False)
             weight = weight.to(rstd.dtype)
-            component = (dweight_terms @ weight)[..., None] / total.shape[-1]
+            component = (dweight_terms @ weight)[..., None] / total.shape[-1]  # mean(g x_hat)
             dx = (dout * weight).addcmul_(x_hat, component, value=-1).mul_(rstd).to(total.dtype)
             if dtotal is not None:
                 dx.add_(dtotal)
@@ -87,9 +129,9 @@ class RMSNormFunction(Function):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, over the last dimension of x [..., width].
+    """RMSNorm over the last dimension of x [..., width], with a weight [width].
 
-    along: the weight's Spec.along, see core/param.py.
+    make: makes the parameter of a Spec. along: the weight's Spec.along, see core/param.py.
     """
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], name: str, width: int, eps: float,
@@ -102,15 +144,23 @@ class RMSNorm(nn.Module):
         return RMSNormFunction.apply(x, None, self.weight, self.eps)[1]
 
     def branch(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x, its norm), or with y (x + y, the norm of that): the residual stream, and what leaves it here."""
+        """Return the residual stream and its norm, which a block computes with: (x, norm of x) or, with y, first
+        added to the stream, (x + y, norm of x + y)."""
         return RMSNormFunction.apply(x, y, self.weight, self.eps)
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
 
+def swiglu(x: Tensor, row_factors: Tensor | None = None) -> Tensor:
+    """Return gate sigmoid(gate) up, where x is gate and up side by side: [..., 2F] -> [..., F].
+
+    row_factors: [R], for x [R, 2F]: each row of the result is multiplied by its factor, such as an expert's gate.
+    """
+    return SwiGLUFunction.apply(x, row_factors)
+
+
 class SwiGLUFunction(Function):
-    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]. With row_factors [R] each row of
-    this result is multiplied by its own, and backward repeats SwiGLU(x). Saves x and row_factors alone."""
+    """Saves x and row_factors, not the result: backward computes it again where it needs it."""
 
     @staticmethod
     def forward(ctx, x, row_factors):
@@ -127,20 +177,19 @@ class SwiGLUFunction(Function):
         return swiglu_backward(dy, x).mul_(row_factors[:, None]), drow_factors
 
 
-def swiglu(x: Tensor, row_factors: Tensor | None = None) -> Tensor:
-    return SwiGLUFunction.apply(x, row_factors)
-
-
 def swiglu_no_grad(x: Tensor) -> Tensor:
-    if (y := try_kernel(x, lambda kernels: kernels.swiglu(x))) is not None:
+    """[..., 2F] -> [..., F]."""
+    y = try_kernel(x, lambda kernels: kernels.swiglu(x))
+    if y is not None:
         return y
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """dx [..., 2F], from dy [..., F] and x [..., 2F]."""
-    if (dx := try_kernel(x, lambda kernels: kernels.swiglu(x, dy=dy))) is not None:
+    """dy [..., F] and x [..., 2F] -> dx [..., 2F]: dgate and dup side by side."""
+    dx = try_kernel(x, lambda kernels: kernels.swiglu(x, dy=dy))
+    if dx is not None:
         return dx
     gate, up = x.chunk(2, -1)
     dx = torch.empty_like(x)
@@ -152,21 +201,24 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
-# In heads of queries and keys, pairs (a, b) of channels become (a cos - b sin, b cos + a sin). Which pairs:
+# A head of D channels consists of pairs. Each pair (a, b) of a query or key is turned by an angle, which is
+# the token's position times the pair's frequency. Two functions differ in which channels are a pair:
 #
-#     rotate_and_split    pairs (x[i], x[i + D/2]) of all channels                        as in Llama
-#     rotate_tail         pairs (x[2i], x[2i + 1]) of the last rotated_dim channels       as in DeepSeek: mla.py
+#     rotate_and_split    (x[i], x[i + D/2]), of all D channels                       as in Llama
+#     rotate_tail         (x[2i], x[2i + 1]), of the last rotated_dim channels        as in DeepSeek: mla.py
 #
-# Both write into x, which must not be used after this: what they return is its memory.
+# Both write into x and return its memory, so x must not be used afterwards.
 
 def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin at positions [S] or [B, S]: [..., S, 1, rotated_dim/2], one for each pair, in acc_dtype(dtype)."""
+    """Return cos and sin of the angles, in acc_dtype(dtype): [S] or [B, S] positions -> [..., S, 1, rotated_dim/2], one
+    angle per pair."""
     dtype = acc_dtype(dtype)
     even = torch.arange(0, model.rotated_dim, 2, device=positions.device, dtype=dtype)
     frequency = model.rope_theta ** (-even / model.rotated_dim)
     if model.rope_scaling != 1:
-        # Llama 3.1: pairs that turn less than once in the 8192 tokens of pre-training get 1 / rope_scaling of their
-        # frequency, those that turn more than 4 times all of it, and it is interpolated in between.
+        # Llama 3.1 lowers the frequency of slow pairs. `turns` is how often a pair turns in the 8192 tokens of
+        # pre-training. Up to 1 the frequency is divided by rope_scaling, from 4 on it is kept, and in between it is
+        # interpolated.
         turns = 8192 * frequency / (2 * torch.pi)
         unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (unscaled + (1 - unscaled) / model.rope_scaling)
@@ -174,31 +226,35 @@ def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[
     return angle.cos(), angle.sin()
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rotated_heads: int, sign: float, tail: bool) -> None:
-    """Rotate the first heads of x [B, S, N, D] by sign x angle, in place. tail: pairs are those of rotate_tail."""
-    if tail:
-        rotated = x[:, :, :rotated_heads, x.shape[-1] - 2 * cos.shape[-1]:]
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-    elif try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, rotated_heads, sign)) is not None:
-        return
-    else:
-        a, b = x[:, :, :rotated_heads].chunk(2, -1)
-    a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
-    rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-sign)
-    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin, value=sign))
-    a.copy_(rotated_a)
+def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
+    """Split x [B, S, N, D] into queries, keys and values, and rotate the first two.
+
+    angles: rotary_angles of x's tokens.
+    heads: how many heads each part has, N in all. [N]: all are queries, or all are keys.
+    """
+    return RotateFunction.apply(x, *angles, heads)
+
+
+def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the last channels of every head of x [B, S, N, D]: latent attention's decoupled embedding."""
+    rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], True)
+    return rotated
 
 
 class RotateFunction(Function):
-    """Both layouts. Saves only the angles, which all layers share. Backward rotates by minus these."""
+    """Both layouts. Saves only the angles, which all layers share. Backward turns gradients back by the same angles."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, heads, tail=False):
         ctx.save_for_backward(cos, sin)
         ctx.rotated_heads, ctx.tail = sum(heads[:2]), tail  # of queries and keys; values come third
-        x = x.detach()  # rotated in place without autograd's knowledge: the backward that made x must not read it
+        # Through a detached alias, autograd does not see that x changes, and so does not refuse it. This is right only
+        # because the operation that made x, a matmul, does not read its result in its backward.
+        x = x.detach()
         rotate_(x, cos, sin, ctx.rotated_heads, 1.0, tail)
-        return tuple(part.detach() for part in x.split(heads, dim=2))  # else autograd would take them for views
+        # split returns views of one tensor. Autograd would track them as views, and refuse to change them in place.
+        # Detached, they are results like any other.
+        return tuple(part.detach() for part in x.split(heads, dim=2))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -207,28 +263,36 @@ class RotateFunction(Function):
         return dx, None, None, None, None
 
 
-def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:
-    """x [B, S, N, D] -> queries and keys, rotated, and values as they are, with `heads` of each, N in all. heads = [N]:
-    x is queries or keys alone. angles: rotary_angles of x's tokens."""
-    return RotateFunction.apply(x, *angles, heads)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rotated_heads: int, sign: float, tail: bool) -> None:
+    """Turn the pairs of the first heads of x [B, S, N, D] by sign x angle, in place.
 
-
-def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """x [B, S, N, D], with the tail of all heads rotated: latent attention's decoupled embedding."""
-    rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], True)
-    return rotated
+    tail: whether to pair channels as rotate_tail does. There is no kernel for it.
+    """
+    if tail:
+        rotated = x[:, :, :rotated_heads, x.shape[-1] - 2 * cos.shape[-1]:]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        if try_kernel(x, lambda kernels: kernels.rope_(x, cos, sin, rotated_heads, sign)) is not None:
+            return
+        a, b = x[:, :, :rotated_heads].chunk(2, -1)
+    a_acc, b_acc = a.to(cos.dtype), b.to(cos.dtype)
+    rotated_a = torch.mul(a_acc, cos).addcmul_(b_acc, sin, value=-sign)
+    b.copy_(torch.mul(b_acc, cos).addcmul_(a_acc, sin, value=sign))
+    a.copy_(rotated_a)
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 class Mask(NamedTuple):
-    """Which keys (columns) each query (row) sees in a block of scores: those for which all of this holds.
+    """Which keys (columns) each query (row) sees in a block of scores. A query sees the keys that meet all conditions:
 
-    causal: the key is not after the query. window: it is less than `window` positions before the query; 0: any number.
-    documents: key and query belong to the same document. A pair of document ids: of each query, [B, rows], and of each
-        key, [B, columns]. Ids are any integers, and a document need not be contiguous. None: there is one document.
-    offset: the first query's position minus the first key's. 0 where queries and keys are those of the same tokens; in
-        generation the number of cached keys; between two chunks of a sequence (cp.py) their distance.
+    causal: The key is not after the query.
+    window: The key is less than `window` positions before the query. 0: there is no window.
+    documents: The key belongs to the query's document. A pair of document ids, [B, rows] of the queries and [B,
+        columns] of the keys. Ids are any integers, and a document need not be contiguous. None: there is one document.
+
+    offset: the position of the first query minus the position of the first key. It is 0 if queries and keys are the
+        same tokens, the number of cached keys in generation, and the distance of two chunks of a sequence in cp.py.
     tensor: the result of `visible`, if AttentionKernel.prepare_mask has computed it already.
     """
     causal: bool = True
@@ -238,8 +302,12 @@ class Mask(NamedTuple):
     tensor: Tensor | None = None
 
     def kind(self, rows: int, columns: int) -> str:
-        """For [rows, columns] scores. "unmasked": every query sees every key. "causal": a square where query i sees
-        keys 0 to i, torch's is_causal. "general": anything else, which torch takes only as a boolean tensor."""
+        """Return the kind of mask of [rows, columns] scores:
+
+            "unmasked"    every query sees every key
+            "causal"      a square in which query i sees keys 0 to i: torch's is_causal
+            "general"     any other, which torch takes only as a boolean tensor
+        """
         hides_later = self.causal and self.offset < columns - 1  # the first query sees keys up to `offset`
         hides_earlier = self.window > 0 and self.offset + rows > self.window  # the last query no longer sees key 0
         is_square = self.offset == 0 and rows == columns
@@ -248,7 +316,7 @@ class Mask(NamedTuple):
         return "causal" if hides_later else "unmasked"
 
     def visible(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """True where the query sees the key: [rows, columns], or with documents [B, 1, rows, columns]."""
+        """Return True where the query sees the key: [rows, columns], or with documents [B, 1, rows, columns]."""
         if self.tensor is not None:
             return self.tensor
         seen = torch.ones(rows, columns, dtype=torch.bool, device=device)
@@ -268,14 +336,18 @@ CAUSAL = Mask()
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 class AttentionKernel(NamedTuple):
-    """An implementation of attention. q: [B, N, rows, D]; k and v: [B, K, columns, D], K a divisor of N.
+    """An implementation of attention. q: [B, N, rows, D]. k, v: [B, K, columns, D], with K a divisor of N: N/K query
+    heads share a key and value head.
 
-    attend(q, k, v, mask) -> o [B, N, rows, D]: differentiable.
-    forward(q, k, v, mask) -> (o, lse): attention to one block of keys; cp.py merges those of all blocks.
-        lse [B, N, rows]: logsumexp of each row's scores, in at least fp32, -inf where a row sees no key.
-    backward(do, q, k, v, o, lse, mask) -> (dq, dk, dv): the block's share of the gradients; o, lse and do are merged.
-    saves_scores: attend saves [rows, columns] scores for backward, so selective recomputation recomputes the attention.
-    kinds_as_tensor: kinds of mask (Mask.kind) that attend takes as a tensor, which prepare_mask makes for all layers.
+    attend(q, k, v, mask) -> o [B, N, rows, D]
+        Attends in whole sequences. Differentiable.
+    forward(q, k, v, mask) -> (o, lse)
+        Attends to one block of keys. cp.py merges the results of all blocks. lse [B, N, rows]: logsumexp of each row's
+        scores, in at least fp32, -inf where a row sees no key.
+    backward(do, q, k, v, o, lse, mask) -> (dq, dk, dv)
+        Computes the block's term of the gradients. do, o and lse belong to the merged result.
+    saves_scores: attend saves [rows, columns] scores for backward, so selective recomputation recomputes attention.
+    kinds_as_tensor: the kinds of mask (Mask.kind) that attend takes as a tensor. prepare_mask makes it for all layers.
     """
     attend: Callable[..., Tensor]
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -284,14 +356,15 @@ class AttentionKernel(NamedTuple):
     kinds_as_tensor: tuple[str, ...] = ()
 
     def prepare_mask(self, mask: Mask, rows: int, columns: int, device: torch.device) -> Mask:
-        """Add the mask's tensor if `attend` reads it, so that it is computed once and not in every layer."""
+        """Return the mask with its tensor if `attend` reads one, so that it is computed once, not in every layer."""
         if mask.kind(rows, columns) in self.kinds_as_tensor:
             return mask._replace(tensor=mask.visible(rows, columns, device))
         return mask
 
 
 def masked_scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """q [B, N, rows, D], k [B, N, columns, D] -> [B, N, rows, columns], -inf where a query does not see a key."""
+    """Return q k^T / sqrt(D), [B, N, rows, columns], with -inf where a query does not see a key. q: [B, N, rows, D].
+    k: [B, N, columns, D]."""
     acc, rows, columns = acc_dtype(q.dtype), q.shape[2], k.shape[2]
     scores = (q.to(acc) * q.shape[-1] ** -0.5) @ k.to(acc).transpose(-1, -2)
     if mask.kind(rows, columns) == "unmasked":
@@ -300,36 +373,110 @@ def masked_scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
 
 
 def repeat_kv_heads(q: Tensor, *keys_and_values: Tensor) -> list[Tensor]:
-    """[B, K, columns, D] -> [B, N, columns, D]: a copy of each key and value head for every query head that uses it."""
+    """Copy each key and value head for every query head that uses it: [B, K, columns, D] -> [B, N, columns, D]."""
     return [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in keys_and_values]
 
 
 def attention_math(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Saves all scores, [B, N, rows, columns], which the fused kernels never do."""
+    """`attend` in plain torch. Autograd saves all scores, [B, N, rows, columns], which fused kernels never do."""
     k, v = repeat_kv_heads(q, k, v)
     return masked_scores(q, k, mask).softmax(-1).to(v.dtype) @ v
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """`forward` in plain torch: p = exp(scores - lse), o = p v."""
     k, v = repeat_kv_heads(q, k, v)
     scores = masked_scores(q, k, mask)
     lse = scores.logsumexp(-1, keepdim=True)
-    o = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp() @ v.to(scores.dtype)  # 0 in rows that see nothing
+    # The clamp is for rows that see no key: their lse is -inf, and their o becomes 0, not NaN.
+    o = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp() @ v.to(scores.dtype)
     return o.to(q.dtype), lse[..., 0]
 
 
 def math_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """With p = exp(scores - lse): dv = p^T do, ds = p (do v^T - sum(do o)) / sqrt(D), dq = ds k, dk = ds^T q."""
+    """`backward` in plain torch, by the formulas at the top of this file. p is computed again from lse."""
     acc = acc_dtype(q.dtype)
     k_acc, v_acc = repeat_kv_heads(q, k.to(acc), v.to(acc))
     do, o = do.to(acc), o.to(acc)
-    p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()  # lse, merged, is finite: a query sees itself
+    p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()  # merged, lse is finite: a query sees itself
     ds = p * (do @ v_acc.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dk, dv = ds.transpose(-1, -2) @ q.to(acc), p.transpose(-1, -2) @ do  # of each query head
+    # Sum over the query heads that share a key and value head.
     dk, dv = (dx.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for dx in (dk, dv))
     return (ds @ k_acc).to(q.dtype), dk, dv
 
 
 MATH = AttentionKernel(attention_math, math_forward, math_backward, saves_scores=True,
                        kinds_as_tensor=("causal", "general"))
+
+
+# ---- demo: python operations.py -------------------------------------------------------------------------------------
+
+def saved_bytes(compute: Callable[[], Any], inputs: list[Tensor]) -> int:
+    """Return how many bytes autograd saves for backward besides the inputs."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = compute()  # kept until the storages have been counted, so that none is used twice
+    for x in inputs:
+        storages.pop(x.untyped_storage().data_ptr(), None)
+    del result
+    return sum(storages.values())
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x_acc = x.to(acc_dtype(x.dtype))
+    return (x_acc * torch.rsqrt(x_acc.square().mean(-1, keepdim=True) + 1e-5) * weight).to(x.dtype)
+
+
+def plain_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return gate * gate.sigmoid() * up
+
+
+def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def demo() -> None:
+    """Compare each Function with autograd's derivative of its formula, and what both save for backward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    weights = {torch.float64: nn.Parameter(numbers(256))}
+    weights[torch.bfloat16] = nn.Parameter(weights[torch.float64].detach().bfloat16())
+    for weight in weights.values():
+        weight.sink = None  # its gradient is added to weight.grad
+    cos, sin = rotary_angles(torch.arange(64), Model(head_dim=64), torch.float64)
+    rows = {  # operation: its input, the Function of this file, the formula
+        "RMSNorm": (numbers(64, 256), lambda x: RMSNormFunction.apply(x, None, weights[x.dtype], 1e-5)[1],
+                    lambda x: plain_rms_norm(x, weights[x.dtype])),
+        "SwiGLU": (numbers(64, 256), swiglu, plain_swiglu),
+        "rotary": (numbers(1, 64, 4, 64), lambda x: rotate_and_split(x, (cos, sin), [4])[0],
+                   lambda x: plain_rotation(x, cos, sin))}
+    print("Bytes that are saved for backward besides the input, per element of it, in bf16;\n"
+          "largest difference of the input's gradients, in fp64, relative to the largest\n\n"
+          f"{'':12s}{'this file':>12s}{'autograd of the formula':>27s}{'difference':>14s}")
+    for name, (values, function, formula) in rows.items():
+        gradients, saved = [], []
+        for compute in (function, formula):
+            x = values.clone().requires_grad_()
+            y = compute(x * 1)  # a copy, because rotate_and_split writes into its input
+            gradients += torch.autograd.grad(y, x, torch.ones_like(y).cumsum(-1))
+            x = values.bfloat16().requires_grad_()
+            saved.append(saved_bytes(partial(compute, x), [x, *weights.values(), cos, sin]) / x.numel())
+        difference = (gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max()
+        print(f"{name:12s}{saved[0]:12.2f}{saved[1]:27.2f}{difference:14.0e}")
+    print("\nThe Functions compute again from their inputs what autograd would save.")
+
+
+if __name__ == "__main__":
+    run_demo(lambda group: demo())
