@@ -48,7 +48,9 @@ SHOWN = [  # file, ranks, what some line has
                       f"selective  {(2 * INPUT + STATISTICS) * 8 / 1e6:5.2f} MB   {8 * 6 * LINEAR / 1e6:4.0f} MFLOP",
                       f"full       {INPUT * 8 / 1e6:5.2f} MB   {8 * 8 * LINEAR / 1e6:4.0f} MFLOP",
                       "All gradients are equal to the bit."]),
-    ("fp8", 1, ["E4M3 for all, one scale"]),
+    ("fp8", 1, ["E4M3 for all, one scale", "Both recipes avoid this"]),
+    ("operations", 1, [f"RMSNorm{4 / 256:17.2f}{2 * 4 + 4 / 256:27.2f}",  # 4 / 256: 1 / r of each row, in fp32
+                       f"SwiGLU{0:18.2f}{2:27.2f}"]),
     ("flash", 1, ["■ · · · · · · ·        ■ · · · · · · ·        ■ · · · · · · ·",
                   "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■"]),
     ("sdpa", 1, [*(f"{dtype:10s}128  causal      flash_for_cpu     flash_for_cpu" for dtype in ("float32", "float64")),
