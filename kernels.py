@@ -1,28 +1,44 @@
 """Fused Triton kernels: RMSNorm, rotary embedding, SwiGLU, cross-entropy with the head's matmul.
 
-A GPU computes some 200 FLOPs in the time in which it moves one byte, so everything except matmuls is bound by memory
-bandwidth. One kernel for a chain of operations reads and writes no intermediate results. Bytes moved, e per element:
+    plain torch    x ──► square ──► mean ──► rsqrt ──► multiply ──► multiply ──► y     every arrow: a tensor in memory
+    fused          x ──►[square     mean     rsqrt     multiply     multiply]──► y     two arrows; the rest: registers
 
-                     forward     backward
-    RMSNorm          2 T H e      4 T H e     saves its input; adds the gradient of its other uses (if none: 3 T H e)
-    add, RMSNorm     4 T H e      4 T H e     saves the sum, the residual stream; backward recomputes 1 / rms
-    rotary           2 T H e      2 T H e     in place, H the width of queries and keys; saves nothing
-    SwiGLU           3 T F e      5 T F e     saves gate and up
-    cross-entropy    3 T V e      none        besides the matmuls; logits exist in chunks, overwritten by their gradient
+A GPU computes some 200 FLOPs in the time in which it moves one byte, so memory bandwidth limits every
+operation except matmuls. One kernel for a chain of operations reads its input once, writes its result once,
+and keeps intermediate results in registers. Bytes moved, with e bytes per element:
 
-Cross-entropy: cuBLAS writes a chunk of logits, the kernel overwrites it with softmax - one_hot, and two matmuls make
-from it the chunk's rows of dx and its term of dW. No matmul is repeated: 6 T H V FLOPs. The caller gives in forward the
-gradient that the loss will have, so dW goes straight into the main gradient, and dx is all that waits for backward.
+                     forward      backward
+    RMSNorm          2 T H e      4 T H e    saves its input. Backward adds the gradient of the input's other
+                                             uses; if there are none: 3 T H e
+    add, RMSNorm     4 T H e      4 T H e    saves the sum, which is the residual stream
+    rotary           2 T H e      2 T H e    in place, where H is the width of queries and keys; saves nothing
+    SwiGLU           3 T F e      5 T F e    saves gate and up
+    cross-entropy    3 T V e      none       besides the matmuls. Logits exist in chunks, and their gradient
+                                             overwrites them
 
-A section has the same in plain torch, to compare with, then the kernel, then its launch. `launch` also starts the
-kernels of flash.py and fp8_kernels.py. Where a kernel does not run, torch computes: cross_entropy_reference_ here, and
-the others in operations.py, which has their autograd functions. A kernel is compiled anew for arguments that are None,
-so an `if` that asks for them costs nothing.
-Sums, statistics and exponentials are fp32. Offsets that may exceed 2^31 elements are 64 bits.
+Each section has a formula, a reference in plain torch, the kernel, and its launcher. References are for tests
+and benchmarks, which compare backward with autograd's derivative of the reference. The autograd Functions are
+in operations.py, except cross-entropy's, and plain torch takes over there if a kernel does not run. flash.py
+and fp8_kernels.py have more kernels, and also start them by `launch`.
+
+How to read a kernel (learn/triton_primer.py teaches it, one idea at a time):
+
+    program        A launch starts a grid of programs. Each computes a part of the result, such as a row, and
+                   tl.program_id(0) is its number. Programs do not wait for each other.
+    x              A tensor is passed as the address of its first element. x + column are the addresses of
+                   several elements at once. Offsets that may exceed 2^31 elements are 64 bits.
+    inside         Which of these elements exist. A width is padded to a power of 2, WIDTH, so tl.load and
+                   tl.store take this mask. Elements that do not exist read as `other`.
+    tl.constexpr   A constant, for which the kernel is compiled anew. An argument that is None is one, too, so
+                   `if residual is not None` costs nothing.
+    tl.float32     Sums, statistics and exponentials are fp32, and results are rounded once.
 
 Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).
 Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t a tensor parallel rank's, D head width.
 """
+import os
+import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,32 +47,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from core.collectives import ALONE, MAX, Group, all_reduce
+from core.collectives import ALONE, MAX, Group, all_reduce, run_demo
 from core.gradients import accumulate_grad, accumulate_product
 from core.param import IGNORED, check_labels, shard_slice
 
+# ---- launching a kernel ---------------------------------------------------------------------------------------------
+
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
-failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again, and the first line of the error
-UNFIT = {torch.float64, torch.bfloat16} if INTERPRETED else {torch.float64}  # interpreted, bf16 is computed wrongly
+UNFIT = {torch.float64, torch.bfloat16} if INTERPRETED else {torch.float64}  # the interpreter computes bf16 wrongly
+failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again -> the first line of the error
 
 
 class KernelError(RuntimeError):
-    """A kernel does not compile or launch here, and has computed nothing: who called it does, in plain torch."""
+    """A kernel does not compile or launch here, and has computed nothing. The caller computes it in plain torch."""
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
-    """Run a grid of programs. Raises KernelError; the first and the last rank print why: a pipeline's cross-entropy is
-    on the last alone. A tuple is a tensor and its strides. A message is formatted only if its assertion fails: that
-    takes as long as a launch."""
-    tensors = [x for arg in args for x in (arg if isinstance(arg, tuple) else [arg]) if isinstance(x, Tensor)]
+    """Run a grid of programs of a kernel.
+
+    args: tensors, tuples of a tensor and its strides, numbers, None.
+
+    Raises KernelError if the kernel does not compile or launch, and from then on at once. The first and the last rank
+    print why: the last, too, because in a pipeline only it computes the cross-entropy. AssertionErrors are for tensors
+    that no kernel takes. Formatting a message costs as much as a launch, so it happens only on failure.
+    """
+    tensors = []
+    for arg in args:
+        first = arg[0] if isinstance(arg, tuple) else arg
+        if isinstance(first, Tensor):
+            tensors.append(first)
     device = tensors[0].device
     assert INTERPRETED or device.type == "cuda", \
         f"kernels run on GPUs, not on {device}, or interpreted: set TRITON_INTERPRET=1 before the import"
     for x in tensors:
         assert x.device == device, f"tensors are on {device} and on {x.device}"
         assert x.dtype not in UNFIT, f"kernels{' that are interpreted' if INTERPRETED else ''} take no {x.dtype}"
-    if (name := kernel.__name__) in failed:
+    name = kernel.__name__
+    if name in failed:
         raise KernelError(f"{name}: {failed[name]}")
     try:
         kernel[grid](*args, **options)
@@ -67,19 +97,18 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) 
         raise KernelError(f"{name}: {failed[name]}") from error
 
 
-# ---- RMSNorm --------------------------------------------------------------------------------------------------------
-
-PROGRAMS = 264  # of the backward kernel, which share the rows: two per SM of an H100 or H200
-
+# ---- RMSNorm, forward -----------------------------------------------------------------------------------------------
+#     total = x + residual, or x            y = total / sqrt(mean(total^2) + eps) * weight
 
 def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return total and y, of x [..., H]."""
     total = x if residual is None else x + residual
     return total, torch.nn.functional.rms_norm(total, weight.shape, weight, eps)
 
 
 @triton.jit
 def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr):
-    """A program has one row. Moves 2 T H e bytes; with a residual 4 T H e."""
+    """A program computes one row of H elements. rstd: 1 / sqrt(mean(total^2) + eps)."""
     start, column = tl.program_id(0).to(tl.int64) * H, tl.arange(0, WIDTH)
     inside = column < H
     row = tl.load(x + start + column, inside, other=0.0)
@@ -92,9 +121,35 @@ def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr):
     tl.store(y + start + column, (row * rstd * w).to(y.dtype.element_ty), inside)
 
 
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return total and y, both [..., H], of x and residual [..., H], or None. weight: [H], with H at most 2^15."""
+    H, rows, residual = len(weight), x.contiguous(), None if residual is None else residual.contiguous()
+    assert x.shape[-1] == H and 0 < H <= 2**15, f"weight of {H} (1 to {2**15} elements) for rows of {x.shape[-1]}"
+    assert residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype), f"not {x.shape} {x.dtype}"
+    y, total = torch.empty_like(rows), x if residual is None else torch.empty_like(rows)
+    launch(rms_norm_kernel, (x.numel() // H,), rows, residual, weight, total, y, eps, H, **row_options(H))
+    return total, y
+
+
+def row_options(H: int) -> dict:
+    """Launch options for programs that keep a whole row in registers."""
+    width = triton.next_power_of_2(H)
+    return dict(WIDTH=width, num_warps=min(16, max(1, width // 512)))
+
+
+# ---- RMSNorm, backward ----------------------------------------------------------------------------------------------
+# The kernel computes rstd again from x, and x_hat = x rstd. With g = dy weight:
+#
+#     dx = rstd (g - x_hat mean(g x_hat)) + dtotal         the bracket has no component along x_hat
+#     dweight = sum over rows of dy x_hat
+
+PROGRAMS = 264  # they share the rows: two programs per SM of an H100 or H200
+
+
 @triton.jit
 def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WIDTH: tl.constexpr):
-    """Of n programs each has every n-th row, and sums dweight over these. Moves 3 T H e bytes; with dtotal 4 T H e."""
+    """Program i of n computes rows i, i + n, i + 2 n and so on. It adds up their terms of dweight, and writes
+    the sum to row i of dweights [n, H]."""
     column = tl.arange(0, WIDTH)
     inside = column < H
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
@@ -115,25 +170,10 @@ def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WID
     tl.store(dweights + tl.program_id(0) * H + column, dweight, inside)
 
 
-def row_options(H: int) -> dict:
-    """Launch options of programs that have a whole row in registers."""
-    width = triton.next_power_of_2(H)
-    return dict(WIDTH=width, num_warps=min(16, max(1, width // 512)))
-
-
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(total = x + residual, or x; total / rms(total) * weight), both [..., H]. weight: [H], H at most 2^15."""
-    H, rows, residual = len(weight), x.contiguous(), None if residual is None else residual.contiguous()
-    assert x.shape[-1] == H and 0 < H <= 2**15, f"weight of {H} (1 to {2**15} elements) for rows of {x.shape[-1]}"
-    assert residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype), f"not {x.shape} {x.dtype}"
-    y, total = torch.empty_like(rows), x if residual is None else torch.empty_like(rows)
-    launch(rms_norm_kernel, (x.numel() // H,), rows, residual, weight, total, y, eps, H, **row_options(H))
-    return total, y
-
-
 def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor,
                       eps: float) -> tuple[Tensor, Tensor]:
-    """(dx [..., H], dweight [H] in fp32). x: what was normalised. dtotal: added to dx, x's gradient from other uses."""
+    """Return dx [..., H] and dweight [H], which is fp32. x: the tensor that was normalised, `total` of forward. dtotal:
+    its gradient from other uses, or None."""
     x, dy, dtotal = x.contiguous(), dy.contiguous(), None if dtotal is None else dtotal.contiguous()
     H, T = len(weight), x.numel() // len(weight)
     dx, dweights = torch.empty_like(x), x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
@@ -142,8 +182,10 @@ def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tens
 
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
+#     (a, b) becomes (a cos - b sin, b cos + a sin), for the pairs a = x[i], b = x[i + D/2] of a head
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Rotate the first `heads` heads of x [B, S, N, D], into a new tensor."""
     a, b = x[:, :, :heads].chunk(2, -1)
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return torch.cat((turned, x[:, :, heads:]), 2)
@@ -152,10 +194,14 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 @triton.jit
 def rope_kernel(x, cos, sin, angle_rows, stride, heads, sign, HALF: tl.constexpr, WIDTH: tl.constexpr,
                 HEADS: tl.constexpr):
-    """A program rotates the first `heads` of a token's heads, in place. WIDTH, HEADS: HALF = D/2 and heads, padded."""
+    """A program rotates the first `heads` heads of one token, in place.
+
+    stride: from token to token. HALF: D/2. WIDTH, HEADS: HALF and heads, padded to powers of 2.
+    angle_rows: how many rows cos and sin have, S if all sequences share them, or B S.
+    """
     t = tl.program_id(0)
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
-    angle = (t % angle_rows) * HALF + pair  # S rows: the same for each sequence; or B S
+    angle = (t % angle_rows) * HALF + pair
     c = tl.load(cos + angle, pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, pair < HALF, other=0.0).to(tl.float32) * sign
     pair_at, inside = x + tl.cast(t, tl.int64) * stride + head * (2 * HALF) + pair, (head < heads) & (pair < HALF)
@@ -166,8 +212,10 @@ def rope_kernel(x, cos, sin, angle_rows, stride, heads, sign, HALF: tl.constexpr
 
 
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) -> Tensor:
-    """Rotate pairs (x[i], x[i + D/2]) of the first `heads` heads (queries and keys) of x [B, S, N, D] by the token's
-    angles, in place. cos, sin: [S, 1, D/2] or [B, S, 1, D/2]. sign: -1 rotates back, as backward does."""
+    """Rotate the first `heads` heads (queries and keys) of x [B, S, N, D] in place, and return x.
+
+    cos, sin: of each token's angles, [S, 1, D/2] or [B, S, 1, D/2]. sign: -1 rotates back, which is the backward.
+    """
     (B, S, N, D), tokens = x.shape, x.flatten(0, 1)
     half, width, padded = D // 2, triton.next_power_of_2(D // 2), triton.next_power_of_2(heads)
     assert 0 < heads <= N, f"x {x.shape} has no {heads} heads to rotate"
@@ -179,18 +227,23 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) ->
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
+# With s = sigmoid(gate):
+#
+#     forward     y = gate s up
+#     backward    dgate = dy up s (1 + gate (1 - s))        dup = dy gate s
 
-SWIGLU_BLOCK = 1024
+SWIGLU_BLOCK = 1024  # elements of a row that one program computes
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
+    """[..., 2F] -> [..., F]: x is gate and up side by side."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 @triton.jit
 def swiglu_kernel(x, dy, out, F, BLOCK: tl.constexpr):
-    """A program has BLOCK of a row's F gates and F ups. Moves 3 T F e bytes; backward, if there is a dy, 5 T F e."""
+    """A program reads BLOCK of the F gates of a row, and the ups that belong to them. With dy it computes backward."""
     t, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
     gate = tl.load(x + t * 2 * F + column, inside, other=0.0).to(tl.float32)
@@ -206,7 +259,7 @@ def swiglu_kernel(x, dy, out, F, BLOCK: tl.constexpr):
 
 
 def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, where x is gate and up side by side: [..., 2F] -> [..., F]. With dy [..., F]: dx [..., 2F]."""
+    """Return y [..., F] of x [..., 2F], which is gate and up side by side. With dy [..., F], return dx [..., 2F]."""
     *rows, width = x.shape
     F, dy = width // 2, None if dy is None else dy.contiguous()
     assert width == 2 * F > 0, f"x {x.shape} must end with gate and up"
@@ -217,9 +270,117 @@ def swiglu(x: Tensor, dy: Tensor | None = None) -> Tensor:
     return out
 
 
-# ---- cross-entropy, fused with the head's matmul; tp.cross_entropy is all of it in torch, of all logits at once ------
+# ---- cross-entropy, fused with the head's matmul ---------------------------------------------------------------------
+# The loss of a token, and its gradient with respect to the token's logits z:
+#
+#     loss = lse - z[label] + z_loss lse^2            lse = log of the sum of exp(z)
+#     dz = (1 + 2 z_loss lse) softmax(z) - one_hot(label)
+#
+# All logits would be the largest tensor of a step, T x V. So they exist for a chunk of tokens at a time:
+#
+#     x [T, H]   ┌───────┐                 one buffer [chunk, V/t]
+#                │ chunk │  1. z = x W^T        ┌──────────┐
+#                ├───────┤ ──────────────────►  │ logits   │  2. lse, z[label]; all-reduced if the head is sharded
+#                │ chunk │  4. dx = dz W        │    ▼     │  3. overwritten by their gradient
+#                ├───────┤     dW += dz^T x     │ gradient │
+#                │ chunk │ ◄──────────────────  └──────────┘
+#                └───────┘
+#
+# cuBLAS computes 1 and 4, and the kernel of the next section computes 2 and 3. No matmul is repeated: 6 T H V
+# FLOPs. All of this happens in forward, so the caller passes the upstream gradient of the loss, loss_grad, to
+# forward. dW goes straight into its gradient buffer, and only dx waits for backward.
+
+def linear_cross_entropy_reference(x: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Return the sum of the tokens' losses, on one rank and with all logits at once. IGNORED labels have no loss."""
+    logits = x @ weight.t()
+    lse = logits.logsumexp(-1)
+    label_logit = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    losses = lse - label_logit + z_loss * lse ** 2
+    return losses.where(labels != IGNORED, 0).sum()
+
+
+def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, *, z_loss: float = 0.0,
+                         vocab_size: int | None = None, group: Group = ALONE, chunk: int = 4096,
+                         loss_grad: Tensor | None = None) -> Tensor:
+    """Return the sum of the tokens' losses, in nats. IGNORED labels have no loss.
+
+    x: [T, H], the same on all ranks of the group. Its gradient is partial: this rank's term of a sum over the group.
+    weight: [V/t, H], this rank's rows of the head, shard_slice(V, t, rank). Its gradient goes through
+        `accumulate_grad`. vocab_size: V, by default the rows of `weight`.
+    labels: [T], tokens or IGNORED. Raises RuntimeError for others (param.check_labels).
+    chunk: tokens whose logits exist at once: they take chunk V/t e bytes.
+    loss_grad: the gradient that the result will get, a scalar tensor, 1 by default. Backward checks it.
+
+    Unless autograd is off, this call adds the gradient of `weight`. So call backward exactly once, on the result or on
+    something computed from it.
+    """
+    vocab_size = len(weight) if vocab_size is None else vocab_size
+    vocab = shard_slice(vocab_size, group.size, group.rank)
+    assert vocab.stop - vocab.start == len(weight) > 0, f"{len(weight)} rows of the head, but {vocab}"
+    assert labels.shape == x.shape[:1], f"{len(x)} tokens need as many labels"
+    check_labels(labels, vocab_size)
+    if not torch.is_grad_enabled():  # gradients would be computed for nothing
+        x, weight = x.detach(), weight.detach()
+    loss_grad = x.new_ones((), dtype=torch.float32) if loss_grad is None else loss_grad.float()
+    return LinearCrossEntropy.apply(x, weight, labels.contiguous(), z_loss, vocab.start, group, chunk, loss_grad)
+
+
+class LinearCrossEntropy(Function):
+    """See linear_cross_entropy. Saves dx, and no logits (Wijmans et al. 2024, Cut Your Losses)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, z_loss, first, group, chunk, loss_grad):
+        wants_gradient = any(ctx.needs_input_grad)  # of both x and weight, or of neither
+        is_sharded = group.size > 1
+        matrix = weight.detach()
+        dx = torch.empty_like(x) if wants_gradient else None
+        lse, label_logit = x.new_empty(2, len(x), dtype=torch.float32)
+        buffer = x.new_empty(min(chunk, len(x)), len(weight))
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            # 1. This rank's logits of the chunk.
+            logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
+            compute = partial(cross_entropy_, logits, labels[rows], lse[rows], label_logit[rows], loss_grad=loss_grad,
+                              first=first, z_loss=z_loss)
+            # 2. Statistics, and 3. the gradient. One launch computes both, unless the head is sharded: then the
+            #    gradient needs the statistics of all ranks' columns.
+            compute(statistics=True, gradient=wants_gradient and not is_sharded)
+            if is_sharded:
+                combine_statistics(lse[rows], label_logit[rows], group)
+                if wants_gradient:
+                    compute(statistics=False, gradient=True)
+            # 4. dx and dW, while the chunk's gradient exists. From here on `logits` is that gradient.
+            if wants_gradient:
+                torch.mm(logits, matrix, out=dx[rows])
+                accumulate_grad(weight, partial(accumulate_product, a=logits.t(), b=x[rows]), defer=False)
+        ctx.weight = weight
+        ctx.save_for_backward(dx, loss_grad)
+        return (lse - label_logit + z_loss * lse.square()).masked_fill_(labels == IGNORED, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, loss_grad = ctx.saved_tensors
+        torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
+        # Forward has added dW. This adds nothing, and only announces the use of the weight: if ZeRO-2 has freed the
+        # gradient buffer since forward, the bucket's `ready` needs a new one, of zeros.
+        accumulate_grad(ctx.weight, lambda out: None, defer=False)
+        return dx, *[None] * 7
+
+
+def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
+    """Combine the logsumexp and the label logit of every rank's columns into the full vocabulary's, in place."""
+    largest = lse.clone()
+    all_reduce(largest, group, MAX)
+    sums = torch.stack((lse.sub_(largest).exp_(), label_logit))
+    all_reduce(sums, group)
+    torch.add(sums[0].log_(), largest, out=lse)
+    label_logit.copy_(sums[1])
+
+
+# ---- the kernel of cross-entropy: steps 2 and 3 ----------------------------------------------------------------------
 
 def cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
+    """Do the same as cross_entropy_, for the same arguments."""
     own, x = labels - first, logits.float()
     here, column = (own >= 0) & (own < x.shape[1]), own.clamp(0, x.shape[1] - 1)[:, None]
     if statistics:
@@ -234,9 +395,13 @@ def cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first,
 @triton.jit
 def cross_entropy_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, V, z_loss, BLOCK: tl.constexpr,
                          STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
-    """A program has a row of V logits: this rank's, of the vocabulary from `first` on. STATISTICS: store logsumexp and
-    the label's logit, or 0 where another rank has the label. GRADIENT: overwrite the logits with the loss's gradient.
-    Moves 3 T V e bytes: long rows do not stay in the L2 cache until the second reading."""
+    """A program computes the row of one token: V logits, this rank's part of the vocabulary, from token `first` on.
+
+    STATISTICS: store lse and the label's logit, or 0 if another rank has the label. This is the softmax of Milakov &
+        Gimelshein, in one pass: when a larger logit appears, the sum so far is scaled down.
+    GRADIENT: overwrite the logits with the loss's gradient. This reads the row a second time, from memory: long rows
+        do not stay in the L2 cache.
+    """
     t = tl.program_id(0)
     row, label = logits + tl.cast(t, tl.int64) * V, tl.load(labels + t)
     own = label - first  # its column, if this rank has it
@@ -266,8 +431,14 @@ def cross_entropy_kernel(logits, labels, lse, label_logit, loss_grad, ignored, f
 
 def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Tensor, *, loss_grad: Tensor, first: int,
                    z_loss: float, statistics: bool, gradient: bool) -> None:
-    """Launch cross_entropy_kernel, or compute the same in torch: here, not around the whole loss: a rank whose kernel
-    fails must reach the all-reduce between calls. logits: [T, V/t]. labels, lse, label_logit: [T]. loss_grad: []."""
+    """Launch cross_entropy_kernel, or compute the same in torch.
+
+    statistics: write lse and label_logit [T], this rank's terms. gradient: overwrite logits [T, V/t] with their
+    gradient; lse must be complete. labels: [T]. loss_grad: []. first: the first token of this rank's vocabulary.
+
+    The fallback is here, not around the whole loss, so that a rank whose kernel fails still joins the all-reduce that
+    follows.
+    """
     T, V = logits.shape
     assert logits.is_contiguous() and V > 0, f"logits {logits.shape} must be contiguous and not empty"
     block = min(8192, triton.next_power_of_2(V))
@@ -278,72 +449,72 @@ def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Ten
         cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
 
 
-class LinearCrossEntropy(Function):
-    """See linear_cross_entropy. Saves dx, and no logits (Wijmans et al. 2024, Cut Your Losses)."""
+# ---- demo: python kernels.py ----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx, x, weight, labels, z_loss, first, group, chunk, loss_grad):
-        wants_gradient, is_sharded = any(ctx.needs_input_grad), group.size > 1  # of both x and weight, or of neither
-        dx, matrix = torch.empty_like(x) if wants_gradient else None, weight.detach()
-        lse, label_logit = x.new_empty(2, len(x), dtype=torch.float32)
-        buffer = x.new_empty(min(chunk, len(x)), len(weight))
-        for start in range(0, len(x), chunk):
-            rows = slice(start, start + chunk)
-            logits = torch.mm(x[rows], matrix.t(), out=buffer[:len(x[rows])])
-            compute = partial(cross_entropy_, logits, labels[rows], lse[rows], label_logit[rows], loss_grad=loss_grad,
-                              first=first, z_loss=z_loss)
-            # Sharded, the gradient needs the statistics of all ranks' columns; else both are made in one launch.
-            compute(statistics=True, gradient=wants_gradient and not is_sharded)
-            if is_sharded:
-                combine_statistics(lse[rows], label_logit[rows], group)
-                if wants_gradient:
-                    compute(statistics=False, gradient=True)
-            if wants_gradient:  # now, while this chunk's exists
-                torch.mm(logits, matrix, out=dx[rows])
-                accumulate_grad(weight, partial(accumulate_product, a=logits.t(), b=x[rows]), defer=False)
-        ctx.weight = weight
-        ctx.save_for_backward(dx, loss_grad)
-        return (lse - label_logit + z_loss * lse.square()).masked_fill_(labels == IGNORED, 0).sum()
+def run_kernel_demo(demo: Callable[[], None]) -> None:
+    """Run the demo of a file of kernels: on a GPU or, if there is none, in Triton's interpreter.
 
-    @staticmethod
-    def backward(ctx, grad):
-        dx, loss_grad = ctx.saved_tensors
-        torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
-        # dW was added in forward; if ZeRO-2 has freed it since, `ready` needs one, of 0.
-        accumulate_grad(ctx.weight, lambda out: None, defer=False)
-        return dx, *[None] * 7
-
-
-def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
-    """Reduce the logsumexp and label logit of each rank's columns to those of the full vocabulary, in place."""
-    largest = lse.clone()
-    all_reduce(largest, group, MAX)
-    sums = torch.stack((lse.sub_(largest).exp_(), label_logit))
-    all_reduce(sums, group)
-    torch.add(sums[0].log_(), largest, out=lse)
-    label_logit.copy_(sums[1])
-
-
-def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, *, z_loss: float = 0.0,
-                         vocab_size: int | None = None, group: Group = ALONE, chunk: int = 4096,
-                         loss_grad: Tensor | None = None) -> Tensor:
-    """The sum of the tokens' losses, in nats, for logits x W^T, as tp.cross_entropy; IGNORED labels have none.
-
-    Unless autograd is off, this accumulates the gradient of `weight` already. So call backward once, on the result or
-    on what is computed from it. The gradient that arrives here must be loss_grad (a scalar tensor, default 1): checked.
-
-    x: [T, H], the same on all ranks of the group; its gradient is partial: this rank's term of a sum over the group.
-    weight: [V/t, H], this rank's rows of the head, shard_slice(V, t, rank); its gradient goes through
-    `accumulate_grad`. vocab_size: V, by default that of one rank.
-    labels: [T], tokens or IGNORED: RuntimeError for others (param.check_labels).
-    chunk: tokens whose logits exist at once, chunk V/t e bytes.
+    Triton reads TRITON_INTERPRET where a kernel is defined, so Python is started again with this variable.
     """
-    vocab_size = len(weight) if vocab_size is None else vocab_size
-    vocab = shard_slice(vocab_size, group.size, group.rank)
-    assert vocab.stop - vocab.start == len(weight) > 0, f"{len(weight)} rows of the head, but {vocab}"
-    assert labels.shape == x.shape[:1], f"{len(x)} tokens need as many labels"
-    check_labels(labels, vocab_size)
-    if not torch.is_grad_enabled():  # gradients would be computed for nothing
-        x, weight = x.detach(), weight.detach()
-    loss_grad = x.new_ones((), dtype=torch.float32) if loss_grad is None else loss_grad.float()
-    return LinearCrossEntropy.apply(x, weight, labels.contiguous(), z_loss, vocab.start, group, chunk, loss_grad)
+    if not (torch.cuda.is_available() or INTERPRETED):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+    run_demo(lambda group: demo())
+
+
+class MovedBytes(TorchDispatchMode):
+    """Inside this context, count the bytes that torch's operations read and write. Views and matmuls are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and function.overloadpacket.__name__ not in ("mm", "t", "detach"):
+            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, Tensor)]
+            self.total += sum(x.nbytes for x in tensors)
+        return result
+
+
+def demo() -> None:
+    """Compare each kernel with its reference: the difference of results, and the bytes that are moved."""
+    generator = torch.Generator().manual_seed(0)
+    device = "cpu" if INTERPRETED else "cuda"
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    T, H, F, V = 8, 256, 512, 1024
+    x, y, weight, heads = numbers(T, H), numbers(T, H), numbers(H), numbers(1, T, 4, H // 4)
+    gate_up, angle = numbers(T, 2 * F), numbers(T, 1, H // 8)
+    cos, sin = angle.cos(), angle.sin()
+    head, labels = numbers(V, H) / H ** 0.5, torch.arange(T, device=device)
+    head.sink = None  # its gradient is added to head.grad
+
+    def grad_of_loss(loss: Callable[..., Tensor]) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(leaf, head, labels), leaf)[0]
+
+    rows = {  # name: the kernel, its reference, the bytes that the kernel moves, by the table at the top
+        "RMSNorm": (lambda: rms_norm(x, None, weight, 1e-5)[1],
+                    lambda: rms_norm_reference(x, None, weight, 1e-5)[1], 2 * T * H * 4),
+        "add, RMSNorm": (lambda: rms_norm(x, y, weight, 1e-5)[1],
+                         lambda: rms_norm_reference(x, y, weight, 1e-5)[1], 4 * T * H * 4),
+        "rotary": (lambda: rope_(heads.clone(), cos, sin, 4),
+                   lambda: rope_reference(heads, cos, sin, 4), 2 * T * H * 4),
+        "SwiGLU": (lambda: swiglu(gate_up), lambda: swiglu_reference(gate_up), 3 * T * F * 4),
+        "cross-entropy": (lambda: grad_of_loss(linear_cross_entropy),
+                          lambda: grad_of_loss(linear_cross_entropy_reference), 3 * T * V * 4)}
+    print("Relative difference of results, in fp32, and kB that are moved, in forward. Of cross-entropy:\n"
+          "gradients, and kB of forward and backward without matmuls.\n\n"
+          f"{'':16s}{'difference':>12s}{'by the kernel':>16s}{'by plain torch':>16s}")
+    for name, (kernel, reference, nbytes) in rows.items():
+        with MovedBytes() as moved:
+            expected = reference()
+        difference = (kernel() - expected).abs().max() / expected.abs().max()
+        print(f"{name:16s}{difference:12.0e}{nbytes / 1e3:16.1f}{moved.total / 1e3:16.1f}")
+    print("\nA kernel moves less than plain torch, because intermediate results stay in registers.")
+
+
+if __name__ == "__main__":
+    run_kernel_demo(demo)
