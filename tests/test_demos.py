@@ -51,6 +51,8 @@ SHOWN = [  # file, ranks, what some line has
     ("fp8", 1, ["E4M3 for all, one scale", "Both recipes avoid this"]),
     ("operations", 1, [f"RMSNorm{4 / 256:17.2f}{2 * 4 + 4 / 256:27.2f}",  # 4 / 256: 1 / r of each row, in fp32
                        f"SwiGLU{0:18.2f}{2:27.2f}"]),
+    ("kernels", 1, [f"{8 * (512 + 512 + 512) * 4 / 1e3:16.1f}"  # SwiGLU reads gate and up, and writes the result;
+                    f"{8 * 5 * 512 * 4 / 1e3:16.1f}\n"]),  # torch also writes and reads silu(gate)
     ("flash", 1, ["■ · · · · · · ·        ■ · · · · · · ·        ■ · · · · · · ·",
                   "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■"]),
     ("sdpa", 1, [*(f"{dtype:10s}128  causal      flash_for_cpu     flash_for_cpu" for dtype in ("float32", "float64")),
