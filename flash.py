@@ -1,33 +1,42 @@
 """FlashAttention: attention whose scores [S, S] are never in memory, forward and backward, in Triton.
 
-Writing scores, reading them for the softmax, and writing and reading its result moves many bytes for few FLOPs. Here a
-program has a tile of queries in registers and loops over tiles of keys, with a running maximum and a running sum:
-
            keys ──►
-    q 0    ◩ · · · · ·                    ■ every query sees every key: no mask is applied
-      1    ■ ◩ · · · ·                    ◩ the mask is applied
-      2    ■ ■ ◩ · · ·   ◄── a program    · hidden: its keys and values are not loaded
-      3    ■ ■ ■ ◩ · ·
-      4    ■ ■ ■ ■ ◩ ·                    Documents or a window hide more tiles, and
-      5    ■ ■ ■ ■ ■ ◩                    the mask is then applied to all the others.
+    q 0    ◩ · · · · ·                      ■ every query sees every key: no mask is applied
+    u 1    ■ ◩ · · · ·                      ◩ the mask is applied
+    e 2    ■ ■ ◩ · · ·                      · hidden: its keys and values are not loaded
+    r 3    ■ ■ ■ ◩ · ·
+    i 4    ■ ■ ■ ■ ◩ ·  ◄── a program of the forward kernel, or of the dq kernel, computes a row of
+    e 5    ■ ■ ■ ■ ■ ◩      tiles. It keeps its queries in registers, and loops over tiles of keys.
+    s            ▲
+                 └───── a program of the dkv kernel computes a column of tiles. It keeps its keys and
+                        values, loops over tiles of queries, and applies the mask to every tile.
 
-m is the largest score so far, l the sum of exp(score - m), o the sum of exp(score - m) v. For each tile of scores s:
+Documents or a window hide more tiles, and then the mask is applied to all tiles that are computed.
 
-    m' = max(m, max s)     l, o *= exp(m - m')     p = exp(s - m')     l += sum p     o += p v     m = m'
+Plain attention writes all scores, reads them for the softmax, and writes and reads its result: many bytes for few
+FLOPs. A tile of scores exists only in registers. The softmax of a row needs its largest score and the sum of
+its exponentials, so a program keeps a running maximum m_i and a running sum l_i. When a tile of keys has a larger
+score, everything so far is scaled down:
 
-The result is o / l. Backward recomputes p = exp(s - lse) from lse = m + log l (logsumexp), one number per row, and with
-dp = do v^T, delta = sum(do o) per row and ds = p (dp - delta) computes
+    s = q_i k_j^T / sqrt(D)                         scores of this tile
+    m_new = max(m_i, max s)                         alpha = exp(m_i - m_new)
+    p = exp(s - m_new)
+    l_i = alpha l_i + sum p                         acc = alpha acc + p v_j                         m_i = m_new
 
-    dq = ds k                      in programs that have a tile of queries and loop over keys
-    dk = ds^T q,  dv = p^T do      in programs that have a tile of keys and loop over queries
+The result is o_i = acc / l_i. Backward computes p again, from one number per row, lse = m_i + log l_i:
 
-in two kernels, so that no two programs add to the same memory: no atomics, the same bits in every run, and 7 matmuls
-instead of 5. The same in plain torch: operations.math_forward, math_backward. Sums and exponentials are fp32.
+    p = exp(s - lse)
+    ds = p (do_i v_j^T - delta_i)                   delta_i = sum of do_i o_i over D
+    dq_i += ds k_j / sqrt(D)                        in the dq kernel
+    dk_j += ds^T q_i / sqrt(D),  dv_j += p^T do_i   in the dkv kernel
+
+With two kernels no two programs add to the same memory. So there are no atomics, every run gives the same bits, and
+backward has 7 matmuls instead of 5. Sums and exponentials are fp32.
+
 Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2 (this order of loops); Milakov & Gimelshein 2018.
-Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows queries, columns keys.
+Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows: queries, columns: keys.
+Names: i and j number queries and keys. q_i is a tile of queries, k_j a tile of keys.
 """
-import os
-import sys
 from typing import NamedTuple
 
 import torch
@@ -36,26 +45,83 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from core.collectives import run_demo
-from kernels import KernelError, failed, launch
+from kernels import KernelError, failed, launch, run_kernel_demo
 from operations import CAUSAL, Mask
 from sdpa import attention_sdpa, sdpa_backward, sdpa_forward
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have 2^x: exp(x) = 2^(x log2 e)
+# ---- the plain version: the same loops in plain torch ---------------------------------------------------------------
+
+def flash_forward_reference(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of heads [..., S, D] in tiles of rows x columns. Returns o, and lse [..., S]."""
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for queries in tiles_of(q, rows):  # each iteration is a program of the forward kernel
+        q_i = q[..., queries, :]
+        m_i, l_i, acc = q.new_full(q_i.shape[:-1], -torch.inf), q.new_zeros(q_i.shape[:-1]), torch.zeros_like(q_i)
+        for keys in tiles_of(k, columns):
+            if keys.start >= queries.stop:  # all later keys are hidden
+                break
+            s = hide_later(q_i @ k[..., keys, :].mT * q.shape[-1] ** -0.5, queries, keys)
+            m_new = torch.maximum(m_i, s.amax(-1))
+            alpha, p = torch.exp(m_i - m_new), torch.exp(s - m_new[..., None])
+            l_i = alpha * l_i + p.sum(-1)
+            acc = alpha[..., None] * acc + p @ v[..., keys, :]
+            m_i = m_new
+        o[..., queries, :] = acc / l_i[..., None]
+        lse[..., queries] = m_i + l_i.log()
+    return o, lse
+
+
+def flash_backward_reference(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rows: int,
+                             columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq, dk and dv, each tile of scores twice."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    scale, delta = q.shape[-1] ** -0.5, (do * o).sum(-1)
+
+    def p_and_ds(queries: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        s = hide_later(q[..., queries, :] @ k[..., keys, :].mT * scale, queries, keys)
+        p = torch.exp(s - lse[..., queries, None])
+        return p, p * (do[..., queries, :] @ v[..., keys, :].mT - delta[..., queries, None])
+
+    for queries in tiles_of(q, rows):  # programs of the dq kernel
+        for keys in tiles_of(k, columns):
+            p, ds = p_and_ds(queries, keys)
+            dq[..., queries, :] += ds @ k[..., keys, :] * scale
+    for keys in tiles_of(k, columns):  # programs of the dkv kernel
+        for queries in tiles_of(q, rows):
+            p, ds = p_and_ds(queries, keys)
+            dv[..., keys, :] += p.mT @ do[..., queries, :]
+            dk[..., keys, :] += ds.mT @ q[..., queries, :] * scale
+    return dq, dk, dv
+
+
+def tiles_of(x: Tensor, size: int) -> list[slice]:
+    """Return slices of `size` tokens of x [..., S, D]. The last one may be shorter."""
+    S = x.shape[-2]
+    return [slice(start, min(start + size, S)) for start in range(0, S, size)]
+
+
+def hide_later(s: Tensor, queries: slice, keys: slice) -> Tensor:
+    """Replace scores of keys that come after the query with -inf."""
+    i, j = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
+    return s.where((j <= i[:, None]).to(s.device), -torch.inf)
+
+
+# The kernels compute this for any mask, for query heads that share key and value heads, and in 16 bits. They
+# skip hidden tiles, and apply the mask only where it decides.
 
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 class Tiles(NamedTuple):
-    """Launch options: a tile of scores has ROWS x COLUMNS; num_stages - 1 of them are loaded ahead."""
+    """Launch options. A tile of scores has ROWS x COLUMNS, and num_stages - 1 tiles are loaded ahead."""
     ROWS: int
     COLUMNS: int
     num_warps: int
     num_stages: int
 
 
-# Numbers in comments: registers per thread. An SM has 65,536, so with up to 128 two programs of 8 warps live on it
-# (docs/NOTES.md).
+# (kernel, padded head width) -> tiles in 16 bits. Numbers in comments are registers per thread. An SM has 65,536, so
+# two programs of 8 warps fit on it if a thread has up to 128 (docs/NOTES.md).
 TILES = {
     ("forward", 64): Tiles(128, 128, 8, 3),
     ("forward", 128): Tiles(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
@@ -66,15 +132,18 @@ TILES = {
     ("dkv", 64): Tiles(32, 128, 8, 2),
     ("dkv", 128): Tiles(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
     ("dkv", 256): Tiles(16, 64, 8, 2)}  # with documents 136 bytes a thread are spilled, with 32 rows 248
-FP32_TILES, WIDE_FP32_TILES = Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1)  # up to 128, and above
+FP32_TILES = Tiles(32, 32, 4, 2)  # for heads up to 128 wide
+WIDE_FP32_TILES = Tiles(16, 16, 4, 1)
 
 
-# Heads [B, heads, S, D] are one argument x of a kernel: x[0] is their pointer, x[1:] the strides of B, heads and S. The
-# offsets of the sequence b, its head h and a row are 64 bits: there may be more than 2^31 elements. WIDTH: D, padded.
+# ---- parts of kernels: loading a tile, hiding scores, finding visible keys ------------------------------------------
+# A tensor [B, heads, S, D] is one argument x of a kernel: x[0] is its address, and x[1:] are the strides of B, heads
+# and S. b and h are the numbers of a sequence and of a head. Offsets are 64 bits, because a tensor may have more
+# than 2^31 elements. WIDTH is D, padded to a power of 2.
 
 @triton.jit
 def tile_of(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """Pointers to COUNT rows of a head, from row `start` on, and which of them exist."""
+    """Return pointers to COUNT rows of a head, from row `start` on, and True for the elements that exist."""
     row, column = tl.arange(0, COUNT), tl.arange(0, WIDTH)
     first = x[0] + b * x[1] + h * x[2] + tl.cast(start, tl.int64) * x[3]
     offsets = row.to(tl.int64)[:, None] * x[3] + column[None, :]
@@ -83,7 +152,7 @@ def tile_of(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.c
 
 @triton.jit
 def load_tile(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, EDGE: tl.constexpr):
-    """EDGE: some rows may not exist; they are 0."""
+    """Load COUNT rows of a head. EDGE: some rows may not exist, and are 0."""
     pointers, inside = tile_of(x, b, h, start, S, D, WIDTH, COUNT)
     if EDGE or D < WIDTH:
         return tl.load(pointers, inside, other=0.0)
@@ -93,14 +162,18 @@ def load_tile(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl
 
 @triton.jit
 def store_tile(x, tile, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Store COUNT rows of a head."""
     pointers, inside = tile_of(x, b, h, start, S, D, WIDTH, COUNT)
     tl.store(pointers, tile.to(x[0].dtype.element_ty), inside)
 
 
 @triton.jit
 def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Replace with `hidden` the scores of queries i and keys j that operations.Mask hides, or where there is no key.
-    j_document: None if there are no documents."""
+    """Replace the scores that operations.Mask hides, and scores of keys that do not exist, with `hidden`.
+
+    i, j: the positions of queries and keys, one as a column, the other as a row.
+    i_document, j_document: their document numbers. j_document is None if there are no documents.
+    """
     scores = tl.where(j < columns, scores, hidden)
     if CAUSAL:
         scores = tl.where(j <= i + offset, scores, hidden)
@@ -113,8 +186,12 @@ def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: 
 
 @triton.jit
 def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl.constexpr = 1024):
-    """Document numbers of a tile of `own` tokens, and the first and last + 1 of the `count` other tokens, which are all
-    read, with one between the smallest and the largest of them. A narrow span only if documents are contiguous."""
+    """Return the document numbers of a tile of `own` tokens, and the range, first and stop, of the other tokens that
+    may share a document with this tile.
+
+    This scans all `count` other tokens for numbers between the tile's smallest and largest. The range is narrow only if
+    documents are contiguous.
+    """
     tokens = start + tl.arange(0, OWN)
     documents = tl.load(own + tokens, tokens < own_count, other=0)
     low = tl.min(tl.where(tokens < own_count, documents, 2147483647))
@@ -132,14 +209,19 @@ def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl
 @triton.jit
 def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Of a tile of queries from `start` on: (documents [ROWS, 1], masked_from, stop). Keys before masked_from are
-    visible to all these queries or, with documents or a window, to none; the mask decides on those from there to
-    `stop`; later ones are visible to none."""
+    """For a tile of queries from `start` on, return (its documents [ROWS, 1], masked_from, stop). They divide the keys:
+
+        mask                    keys before masked_from     from masked_from to stop    from stop on
+        none, or causal         visible to all queries      the mask decides            hidden
+        documents or a window   hidden                      the mask decides            hidden
+
+    masked_from is a multiple of COLUMNS.
+    """
     i_document, masked_from, stop = 0, columns, columns
     if CAUSAL:  # all queries see keys up to the first query, none sees keys after the last
         masked_from = tl.minimum(tl.maximum(start + 1 + offset, 0), columns)
         stop = tl.minimum(tl.maximum(tl.minimum(start + ROWS, rows) + offset, 0), columns)
-    if WINDOW:  # of all queries' windows the first one's begins first
+    if WINDOW:  # the first query's window begins first
         masked_from = tl.maximum(start + offset - WINDOW + 1, 0)
     if q_documents is not None:
         i_document, begin, end = find_span(q_documents + b * rows, start, rows, k_documents + b * columns,
@@ -150,125 +232,148 @@ def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: t
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
-# A loop over keys is written once and compiled twice: MASKED = 0 for keys from 0 to masked_from, 1 for those from there
-# to `stop`; with documents or a window for these alone. Programs: (tile, head h, sequence b). scale: D^-0.5 log2 e, for
-# 2^x in place of e^x. group: N / K. offset, CAUSAL, WINDOW: see operations.Mask. lse, delta: [B, N, rows].
+# A program is (a tile, a head h, a sequence b). Its loop over keys is written once and compiled twice, by
+# tl.static_range: with MASKED = 0 for keys before masked_from, and with MASKED = 1 from there to `stop`. With
+# documents or a window the first of the two is left out: see find_keys.
+#
+# scale: log2 e / sqrt(D), so that exp2 takes the place of exp. Scores, m_i and alpha are to base 2.
+# group: N / K query heads share a key and value head. offset, CAUSAL, WINDOW: see operations.Mask.
+# lse, delta: [B, N, rows].
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs compute 2^x, so exp(x) = 2^(x log2 e)
+
 
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group, rows, columns, offset,
                          D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                          CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program has a tile of queries. top, total, out, higher, decay: above m, l, o, m', exp(m - m'); to base 2."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last have most keys: they start first
+    """A program computes o_i and lse of a tile of queries."""
+    start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last tile has most keys, so it starts first
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i_document, masked_from, stop = find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
-                                              CAUSAL, WINDOW)
-    queries = load_tile(q, b, h, start, rows, D, WIDTH, ROWS, True)
-    i = start + tl.arange(0, ROWS)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    i_document, masked_from, stop = find_keys(b, start_i, q_documents, k_documents, rows, columns, offset, ROWS,
+                                              COLUMNS, CAUSAL, WINDOW)
+    # Before the loop: the queries, and nothing summed yet.
+    q_i = load_tile(q, b, h, start_i, rows, D, WIDTH, ROWS, True)
+    i = start_i + tl.arange(0, ROWS)
+    m_i = tl.full([ROWS], -float("inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
-        for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = load_tile(k, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
-            s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        for start_j in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
+            # Scores of this tile.
+            k_j = load_tile(k, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
+            s = tl.dot(q_i, tl.trans(k_j), input_precision="ieee")
+            # The mask.
             if MASKED:
-                j = n + tl.arange(0, COLUMNS)
+                j = start_j + tl.arange(0, COLUMNS)
                 j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
                 s = hide(s, -float("inf"), i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL,
                          WINDOW)
-            higher = tl.maximum(top, tl.max(s, 1) * scale)
-            shift = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher  # -inf: no visible key yet
+            # The new maximum, and probabilities relative to it. shift is m_new, or 0 while a row has seen no key.
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+            shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
             p = tl.exp2(s * scale - shift[:, None])
-            decay = tl.exp2(top - shift)
-            total = total * decay + tl.sum(p, 1)
-            values = load_tile(v, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
-            out = tl.dot(p.to(values.dtype), values, out * decay[:, None], input_precision="ieee")
-            top = higher
-    store_tile(o, out / tl.where(total == 0, 1.0, total)[:, None], b, h, start, rows, D, WIDTH, ROWS)
-    tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (top + tl.log2(total)) / LOG2_E, i < rows)  # base e
+            # Scale the sums so far down, and add this tile.
+            alpha = tl.exp2(m_i - shift)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            v_j = load_tile(v, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
+            acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")
+            m_i = m_new
+    # After the loop: divide, and store.
+    store_tile(o, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], b, h, start_i, rows, D, WIDTH, ROWS)
+    tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (m_i + tl.log2(l_i)) / LOG2_E, i < rows)  # base e
 
 
 @triton.jit
 def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                     CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program has a tile of queries and loops over keys. It also writes delta, for flash_dkv_kernel."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    """A program computes dq_i of a tile of queries. It also writes delta, which flash_dkv_kernel reads."""
+    start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i_document, masked_from, stop = find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS, COLUMNS,
-                                              CAUSAL, WINDOW)
-    queries = load_tile(q, b, h, start, rows, D, WIDTH, ROWS, True)
-    grads = load_tile(do, b, h, start, rows, D, WIDTH, ROWS, True)
-    outs = load_tile(o, b, h, start, rows, D, WIDTH, ROWS, True)
-    i, row = start + tl.arange(0, ROWS), (b * tl.num_programs(1) + h) * rows
-    own_lse = tl.load(lse + row + i, i < rows, other=0.0) * LOG2_E
-    own_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
-    tl.store(delta + row + i, own_delta, i < rows)
-    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    i_document, masked_from, stop = find_keys(b, start_i, q_documents, k_documents, rows, columns, offset, ROWS,
+                                              COLUMNS, CAUSAL, WINDOW)
+    # Before the loop: everything that belongs to the queries.
+    q_i = load_tile(q, b, h, start_i, rows, D, WIDTH, ROWS, True)
+    do_i = load_tile(do, b, h, start_i, rows, D, WIDTH, ROWS, True)
+    o_i = load_tile(o, b, h, start_i, rows, D, WIDTH, ROWS, True)
+    i, row = start_i + tl.arange(0, ROWS), (b * tl.num_programs(1) + h) * rows
+    lse_i = tl.load(lse + row + i, i < rows, other=0.0) * LOG2_E
+    delta_i = tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1)
+    tl.store(delta + row + i, delta_i, i < rows)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
-        for n in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
-            keys = load_tile(k, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
-            values = load_tile(v, b, h // group, n, columns, D, WIDTH, COLUMNS, MASKED)
-            p = tl.exp2(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale - own_lse[:, None])
+        for start_j in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
+            # p, computed again from lse; then the mask.
+            k_j = load_tile(k, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
+            v_j = load_tile(v, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
+            p = tl.exp2(tl.dot(q_i, tl.trans(k_j), input_precision="ieee") * scale - lse_i[:, None])
             if MASKED:
-                j = n + tl.arange(0, COLUMNS)
+                j = start_j + tl.arange(0, COLUMNS)
                 j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
                 p = hide(p, 0.0, i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL, WINDOW)
-            ds = p * (tl.dot(grads, tl.trans(values), input_precision="ieee") - own_delta[:, None])
-            out = tl.dot(ds.to(keys.dtype), keys, out, input_precision="ieee")
-    store_tile(dq, out * (scale / LOG2_E), b, h, start, rows, D, WIDTH, ROWS)  # scale / LOG2_E: D^-0.5
+            # ds, and dq_i += ds k_j.
+            ds = p * (tl.dot(do_i, tl.trans(v_j), input_precision="ieee") - delta_i[:, None])
+            acc = tl.dot(ds.to(k_j.dtype), k_j, acc, input_precision="ieee")
+    store_tile(dq, acc * (scale / LOG2_E), b, h, start_i, rows, D, WIDTH, ROWS)  # scale / LOG2_E: D^-0.5
 
 
 @triton.jit
 def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
                      D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                      CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program has a tile of keys and loops over queries of all heads that use them. Tiles of scores are transposed:
-    keys x queries. All are masked, because dk and dv take too many registers for a second loop."""
-    start = tl.program_id(0) * COLUMNS
+    """A program computes dk_j and dv_j of a tile of keys. It loops over the queries of all heads that share them.
+
+    Tiles of scores are transposed, keys x queries. All are masked, because dk and dv take too many registers for a
+    second loop.
+    """
+    start_j = tl.program_id(0) * COLUMNS
     DOCUMENTS: tl.constexpr = q_documents is not None
     kv_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    keys = load_tile(k, b, kv_head, start, columns, D, WIDTH, COLUMNS, True)
-    values = load_tile(v, b, kv_head, start, columns, D, WIDTH, COLUMNS, True)
-    j = start + tl.arange(0, COLUMNS)
+    k_j = load_tile(k, b, kv_head, start_j, columns, D, WIDTH, COLUMNS, True)
+    v_j = load_tile(v, b, kv_head, start_j, columns, D, WIDTH, COLUMNS, True)
+    j = start_j + tl.arange(0, COLUMNS)
+    # Queries from `first` to `stop` may see these keys.
     first, stop, j_document = 0, rows, None
     if CAUSAL:
-        first = tl.maximum(start - offset, 0)
+        first = tl.maximum(start_j - offset, 0)
     if DOCUMENTS:
         q_documents += b * rows
-        j_document, begin, stop = find_span(k_documents + b * columns, start, columns, q_documents, rows, COLUMNS)
+        j_document, begin, stop = find_span(k_documents + b * columns, start_j, columns, q_documents, rows, COLUMNS)
         first, j_document = tl.maximum(first, begin), j_document[:, None]
     if WINDOW:
-        stop = tl.minimum(stop, start + COLUMNS - 1 + WINDOW - offset)
-    grad_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    grad_v = tl.zeros([COLUMNS, WIDTH], tl.float32)
+        stop = tl.minimum(stop, start_j + COLUMNS - 1 + WINDOW - offset)
+    acc_dk = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    acc_dv = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(group):
         h = kv_head * group + member
         row = (b * tl.num_programs(1) * group + h) * rows
-        for n in range(first // ROWS * ROWS, stop, ROWS):
-            queries = load_tile(q, b, h, n, rows, D, WIDTH, ROWS, True)
-            grads = load_tile(do, b, h, n, rows, D, WIDTH, ROWS, True)
-            i = n + tl.arange(0, ROWS)
-            row_lse = tl.load(lse + row + i, i < rows, other=float("inf")) * LOG2_E  # no row: p = 0
-            row_delta = tl.load(delta + row + i, i < rows, other=0.0)
-            p = tl.exp2(tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale - row_lse[None, :])
+        for start_i in range(first // ROWS * ROWS, stop, ROWS):
+            # Everything that belongs to this tile of queries. Queries that do not exist have p = 0.
+            q_i = load_tile(q, b, h, start_i, rows, D, WIDTH, ROWS, True)
+            do_i = load_tile(do, b, h, start_i, rows, D, WIDTH, ROWS, True)
+            i = start_i + tl.arange(0, ROWS)
+            lse_i = tl.load(lse + row + i, i < rows, other=float("inf")) * LOG2_E
+            delta_i = tl.load(delta + row + i, i < rows, other=0.0)
+            # p, computed again from lse; then the mask.
+            p = tl.exp2(tl.dot(k_j, tl.trans(q_i), input_precision="ieee") * scale - lse_i[None, :])
             i_document = tl.load(q_documents + i, i < rows)[None, :] if DOCUMENTS else None
             p = hide(p, 0.0, i[None, :], j[:, None], i_document, j_document, columns, offset, CAUSAL, WINDOW)
-            grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
-            ds = p * (tl.dot(values, tl.trans(grads), input_precision="ieee") - row_delta[None, :])
-            grad_k = tl.dot(ds.to(queries.dtype), queries, grad_k, input_precision="ieee")
-    store_tile(dk, grad_k * (scale / LOG2_E), b, kv_head, start, columns, D, WIDTH, COLUMNS)
-    store_tile(dv, grad_v, b, kv_head, start, columns, D, WIDTH, COLUMNS)
+            # dv_j += p^T do_i, and dk_j += ds^T q_i.
+            acc_dv = tl.dot(p.to(do_i.dtype), do_i, acc_dv, input_precision="ieee")
+            ds = p * (tl.dot(v_j, tl.trans(do_i), input_precision="ieee") - delta_i[None, :])
+            acc_dk = tl.dot(ds.to(q_i.dtype), q_i, acc_dk, input_precision="ieee")
+    store_tile(dk, acc_dk * (scale / LOG2_E), b, kv_head, start_j, columns, D, WIDTH, COLUMNS)
+    store_tile(dv, acc_dv, b, kv_head, start_j, columns, D, WIDTH, COLUMNS)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple:
-    """What kernels read: the mask, with documents of 32 bits; and tensors, which must fit together, with the last
-    dimension contiguous and any other strides."""
+    """Return what kernels read: the mask, with document numbers of 32 bits, and the tensors, with the last dimension
+    contiguous and any other strides. Raises AssertionError if tensors do not fit together."""
     assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
         f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
@@ -283,15 +388,18 @@ def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple
 
 
 def empty_heads(x: Tensor) -> Tensor:
-    """As x [B, N, S, D], with the heads of a token contiguous in memory, as the matmul after attention needs them."""
+    """Allocate a tensor of the shape of x [B, N, S, D], with all heads of a token contiguous in memory, because the
+    matmul after attention needs them so."""
     B, N, S, D = x.shape
     return x.new_empty(B, S, N, D).transpose(1, 2)
 
 
 def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple[Tensor, ...],
                  *per_row: Tensor) -> None:
-    """Launch a program for each tile of queries, or of keys if step is "dkv", of each head. heads: q, k and others.
-    per_row: lse, delta. WIDTH: D rounded up to a power of 2, at least 16 for tensor cores."""
+    """Launch a program for each tile of queries of each head, or for each tile of keys if step is "dkv".
+
+    heads: q, k and others. per_row: lse, delta. WIDTH is at least 16, for tensor cores.
+    """
     (B, N, rows, D), (_, K, columns, _) = heads[0].shape, heads[1].shape
     width = max(16, triton.next_power_of_2(D))
     if heads[0].element_size() == 2:
@@ -307,10 +415,10 @@ def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
-    """o [B, N, rows, D]; and lse [B, N, rows], logsumexp of scores, fp32, -inf where a row sees no key.
+    """Return o [B, N, rows, D], and lse [B, N, rows]: logsumexp of scores, fp32, -inf where a row sees no key.
 
-    q: [B, N, rows, D]. k, v: [B, K, columns, D], K a divisor of N. Any strides. D: at most 256; powers of 2 waste
-    nothing. mask: document numbers below 2^31. Asserts that tensors fit together.
+    q: [B, N, rows, D]. k, v: [B, K, columns, D], with K a divisor of N. Any strides. D is at most 256, and powers of 2
+    waste nothing. mask: document numbers are below 2^31. Raises AssertionError if tensors do not fit together.
     """
     mask, q, k, v = prepare(mask, q, k, v)
     o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -323,8 +431,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple
 
 def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                    mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, the same bits every time. do, o, lse: those of all keys that the queries see, even where k and v are
-    only some of them, as in context parallelism (cp.py)."""
+    """Return dq, dk and dv, the same bits every time.
+
+    do, o and lse belong to all keys that the queries see, even if k and v are only some of them, as in context
+    parallelism (cp.py).
+    """
     mask, q, k, v, do, o = prepare(mask, q, k, v, do, o)
     assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
         f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
@@ -354,7 +465,8 @@ class FlashAttention(Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Tensor:
-    if any(name.startswith("flash_") for name in failed):  # all of it in torch's fused kernel, not call by call
+    """flash_forward's o, differentiable. If a kernel does not run here, torch's fused attention computes all of it."""
+    if any(name.startswith("flash_") for name in failed):
         return attention_sdpa(q, k, v, mask)
     return FlashAttention.apply(q, k, v, mask)
 
@@ -362,8 +474,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Ten
 # ---- demo: python flash.py ------------------------------------------------------------------------------------------
 
 def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[bool]]:
-    """Which tiles of S x S scores the forward kernel computes, found by experiment: each tile of keys has NaN in a
-    column of values, which reaches that column of every row whose program loads the tile, masked or not."""
+    """Find by experiment which tiles of S x S scores the forward kernel computes.
+
+    Tile n of keys has NaN in column n of the values. The NaN reaches column n of the result in every row whose program
+    loads this tile, whether the mask hides it or not.
+    """
     with torch.device("cpu" if triton.knobs.runtime.interpret else "cuda"):
         tiles = torch.eye(S // columns, dtype=torch.bool).repeat_interleave(columns, 0)[None, None]
         q, k, v = torch.zeros(3, *tiles.shape)
@@ -371,15 +486,24 @@ def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[
 
 
 def demo() -> None:
-    sizes = torch.tensor([70, 60, 20, 106], device="cpu" if triton.knobs.runtime.interpret else "cuda")
-    documents = torch.arange(4, device=sizes.device).repeat_interleave(sizes)[None]
+    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    sizes = torch.tensor([70, 60, 20, 106], device=device)
+    documents = torch.arange(4, device=device).repeat_interleave(sizes)[None]
     print(f"Tiles of 32 x 32 scores that are computed (■): causal; documents of {sizes.tolist()} tokens; window 64:\n")
     masks = CAUSAL, Mask(documents=(documents, documents)), Mask(window=64)
-    for rows in zip(*(find_loaded_tiles(mask, 256, 32, 32) for mask in masks)):
+    loaded = [find_loaded_tiles(mask, 256, 32, 32) for mask in masks]
+    for rows in zip(*loaded):
         print("    " + "        ".join(" ".join("■" if tile else "·" for tile in row) for row in rows))
+    counts = [sum(map(sum, tiles)) for tiles in loaded]
+
+    q, k, v, do = torch.randn(4, 1, 1, 96, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    o, lse = flash_forward_reference(q, k, v, 32, 32)
+    plain = (o, *flash_backward_reference(do, q, k, v, o, lse, 32, 32))
+    kernel = (flash_forward(q, k, v)[0], *flash_backward(do, q, k, v, o, lse))
+    difference = max((a - b).abs().max().item() for a, b in zip(kernel, plain))
+    print(f"\nOf 64 tiles {counts[0]}, {counts[1]} and {counts[2]} are computed: hidden tiles cost nothing.\n"
+          f"The kernels and the loops in plain torch differ by at most {difference:.0e}, in o, dq, dk and dv.")
 
 
 if __name__ == "__main__":
-    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):  # kernels then run in Triton's interpreter
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
-    run_demo(lambda group: demo())
+    run_kernel_demo(demo)
