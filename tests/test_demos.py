@@ -54,7 +54,8 @@ SHOWN = [  # file, ranks, what some line has
     ("kernels", 1, [f"{8 * (512 + 512 + 512) * 4 / 1e3:16.1f}"  # SwiGLU reads gate and up, and writes the result;
                     f"{8 * 5 * 512 * 4 / 1e3:16.1f}\n"]),  # torch also writes and reads silu(gate)
     ("flash", 1, ["■ · · · · · · ·        ■ · · · · · · ·        ■ · · · · · · ·",
-                  "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■"]),
+                  "■ ■ ■ ■ ■ ■ ■ ■        · · · · ■ ■ ■ ■        · · · · · ■ ■ ■",
+                  "Of 64 tiles 36, 20 and 21 are computed"]),
     ("sdpa", 1, [*(f"{dtype:10s}128  causal      flash_for_cpu     flash_for_cpu" for dtype in ("float32", "float64")),
                  "Relative difference: ", "With its own o and lse in place of the merged ones, dk"]),
     ("model", 1, [f"The tiny Llama, {2 * 257 * 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 352) + 2 * 128) + 128:,} ",
