@@ -1,44 +1,110 @@
-"""Latent attention: keys and values of all heads are made of one narrow vector per token, and a key that heads share.
+"""Latent attention: keys and values of all heads are computed from one narrow vector per token, the latent.
 
-Saves: the KV cache has R + r numbers per token and layer in place of 2 K D of grouped queries (python mla.py); with
-       context parallelism latents are sent in place of keys and values: see cp.py's table.
-Costs: each tensor parallel rank caches all R + r, where of grouped queries it has 2 K D / t, and has the matrices that
-       make latents; each context parallel rank makes keys and values of all tokens, c times its share of that work;
-       attention's forward on padded values has 2 D / (D + v) times the FLOPs (DeepSeek-V3: 1.2).
-Stops helping when: nothing is sampled, and c = 1: training saves keys and values of all N heads, or recomputes them.
+                                     cached, per token             computed from it, for every head
 
-    x ── w_q_down ── q_norm ── w_q_up ──► N heads [ q | q to be rotated ]
-    x ── w_kv_down ┬─ kv_norm ── w_kv_up ► N heads [ k | v ]          a head's key is [ k | the shared key ]
-                   └───────────────────►     [ the shared key, to be rotated ]
+    x ──► w_kv_down ──┬─► kv_norm ──► latent [R] ────► w_kv_up ──┬─► k [D - r] ──┐
+                      │                                          │               ├──► key [D]
+                      └─► rotate ───► shared key [r] ────────────┼───────────────┘
+                                                                 └──────────────────► value [v]
 
-The rotated part of a key is not made of the latent: were it rotated after w_kv_up, no inference engine could multiply
-w_kv_up into w_q_up once for all, and attend to latents (run/generate.py makes keys of them). It is shared, or the cache
-would have N r. Queries are made of a latent of their own, or of x (Q = 0).
+    x ──► w_q_down ─────► q_norm ────────────────────► w_q_up ──────────────────────► query [D], its last r rotated
+
+Grouped queries cache the keys and values of K heads, 2 K D numbers per token. Here R + r numbers are cached, and
+w_kv_up makes the keys and values of all N heads from them at every use. `latent_attention` below is all of this for
+one sequence on one rank.
+
+The rotated part of a key comes from x directly, not from the latent. If it were rotated after w_kv_up, an inference
+engine could not fold w_kv_up into w_q_up and attend to latents (run/generate.py does not: it computes keys). All heads
+share this part, because otherwise N r numbers would be cached. Queries have a latent of their own or, with Q = 0, are
+computed from x by one matrix, wq.
+
+Symbols: H hidden, N query heads, B batch, S sequence, T = B S tokens; t tensor parallel and c context parallel ranks.
+         Widths: R latent of keys and values; Q latent of queries; r shared key; v value of a head; D query or key of a
+         head, whose last r numbers are rotated (DeepSeek: qk_nope + qk_rope).
+
+Saves: The KV cache has R + r numbers per token and layer, in place of 2 K D (python mla.py). Context parallel ranks
+       send latents, in place of keys and values: see the table in cp.py.
+Costs: Every tensor parallel rank caches all R + r numbers, where grouped queries cache 2 K D / t, and stores the whole
+       matrices that make latents.
+       Every context parallel rank makes keys and values of all tokens, which is c times its share of this work.
+       Attention kernels take values as wide as keys, so values are padded with zeros. Attention's forward then has
+       2 D / (D + v) times the FLOPs: 1.2 for DeepSeek-V3.
+Stops helping when: nothing is generated, and c = 1. Training saves keys and values of all N heads, or recomputes them.
 
 DeepSeek-AI 2024 (V2), section 2.1.
-Shapes: as in model.py. Widths: R latent of keys and values, Q latent of queries, r shared key; D a query or key head, r
-of them rotated (DeepSeek: qk_nope + qk_rope); v a value head.
 """
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from core.collectives import run_demo
 from core.config import Model, need
 from core.param import Spec
 from core.rules import parse
-from operations import RMSNorm, rotate_tail
+from operations import RMSNorm, rotary_angles, rotate_tail
 from tp import ColumnParallelLinear, MakeParameter, RowParallelLinear, TensorParallel
+
+# ---- the plain version: one sequence on one rank --------------------------------------------------------------------
+
+def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tuple[Tensor, Tensor]:
+    """Attend causally in one sequence x [S, H]. Return the result [S, H], and the numbers to cache, [S, R + r].
+
+    weights: by their names in the figure, and "wo".
+    """
+    S, N, D = len(x), model.heads, model.head_dim
+    R, r, v = model.kv_lora_rank, model.rope_head_dim, model.value_dim
+    cos, sin = rotary_angles(torch.arange(S), model, x.dtype)  # [S, 1, r/2]
+
+    # What is cached.
+    latent, shared_key = (x @ weights["w_kv_down"].T).split([R, r], -1)
+    latent = F.rms_norm(latent, (R,), weights["kv_norm"], model.norm_eps)
+    shared_key = rotate_pairs(shared_key[:, None], cos, sin)  # [S, 1, r]: one head
+
+    # Keys and values, computed from it.
+    k, values = (latent @ weights["w_kv_up"].T).view(S, N, D - r + v).split([D - r, v], -1)
+    keys = torch.cat((k, shared_key.expand(S, N, r)), -1)  # [S, N, D]
+
+    # Queries.
+    if model.q_lora_rank:
+        q_latent = x @ weights["w_q_down"].T
+        q = F.rms_norm(q_latent, (model.q_lora_rank,), weights["q_norm"], model.norm_eps) @ weights["w_q_up"].T
+    else:
+        q = x @ weights["wq"].T
+    q, rotated = q.view(S, N, D).split([D - r, r], -1)
+    queries = torch.cat((q, rotate_pairs(rotated, cos, sin)), -1)  # [S, N, D]
+
+    # Attention.
+    scores = torch.einsum("ind,jnd->nij", queries, keys) / D ** 0.5
+    is_later = torch.ones(S, S, dtype=torch.bool).triu(1)
+    p = scores.masked_fill(is_later, -torch.inf).softmax(-1)
+    o = torch.einsum("nij,jnv->inv", p, values)
+    return o.flatten(1) @ weights["wo"].T, torch.cat((latent, shared_key[:, 0]), -1)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[2i], x[2i + 1]) of [S, heads, r] by their angles."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+# ---- the layer: tensor and context parallel, with a cache -----------------------------------------------------------
 
 NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in forward, and sum no gradient in backward
 
 
 class LatentAttention(nn.Module):
-    """[T/t, H] -> [T/t, H]. A tensor parallel rank has N/t heads. The matrices that make latents are whole on every
-    rank, and applied to the tokens that it has between layers, so their gradients are partial or replicated, as norms'
-    are. `gather_with_grad` gathers all tokens' latents and shared keys, which get partial gradients from each rank's
-    heads; its backward sums these. Attention kernels take values as wide as keys: values are padded with zeros.
+    """[T/t, H] -> [T/t, H], as latent_attention, for a batch of sequences and on a grid.
 
-    norm_along: Spec.along of weights that are whole on every rank. std, out_std: of initial weights, and of wo."""
+    Tensor parallelism: A rank has N/t heads, and their rows of w_q_up and w_kv_up. The matrices and norms that make
+        latents are whole on every rank, and each rank applies them to the T/t tokens that it has between layers. So
+        their gradients are partial or replicated, like the gradients of a block's norms. `gather_with_grad` gathers the
+        latents and shared keys of all tokens. Each rank's heads give these a partial gradient, which its backward sums.
+    Context parallelism: `gather_latents` gathers latents and shared keys over context parallel ranks.
+    Generation: The cache keeps latents and shared keys.
+
+    norm_along: Spec.along of weights that are whole on every rank. std, out_std: of initial weights, and of wo.
+    """
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict, std: float, out_std: float):
         super().__init__()
@@ -51,8 +117,8 @@ class LatentAttention(nn.Module):
             return Spec(name + weight, (rows, columns), along, std=std)
 
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
-        self.widths = [R, r, Q]  # of what x is made into: latent of keys and values, shared key, latent of queries
-        self.head_widths = [D - r, v]  # of what kv_up makes for a head: key, value
+        self.widths = [R, r, Q]  # of the two down-projections of x: latent, shared key, latent of queries
+        self.head_widths = [D - r, v]  # of what w_kv_up makes for a head: k, value
         down = [spec("w_kv_down", R + r, H, norm_along)] + ([spec("w_q_down", Q, H, norm_along)] if Q else [])
         self.to_latents = ColumnParallelLinear(make, *down)
         self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
@@ -62,25 +128,34 @@ class LatentAttention(nn.Module):
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=out_std))
 
     def forward(self, x: Tensor, context) -> Tensor:  # context: model.ForwardContext
+        # Latents, of the tokens that this rank has between layers. w_kv_down and w_q_down are one matmul.
         latent, shared_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # each [T/t, width]
+
+        # Queries of this rank's heads, of all tokens.
         h = self.q_norm(q_latent) if self.q_norm else x
         q = self.q_up(h, context.tp)  # [T, N D / t]
         if self.q_norm:
-            context.recompute.drop(h, q, self.q_norm, q_latent)
+            context.recompute.drop(h, q, self.q_norm, q_latent)  # frees h, and backward computes it again
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
-        own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r], kv_up's f
+
+        # Latents and rotated shared keys, of this rank's sequence chunk, then of all tokens. This is the gather that
+        # the column parallel layer kv_up would do, moved to the narrow tensor before the rotation.
+        own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
-        if context.cache is not None:  # what it calls keys are latents, and values shared keys
+        if context.cache is not None:  # latents take the place of its keys, and shared keys the place of its values
             own = torch.cat(context.cache.extend(self.layer, *own.split(self.widths[:2], -1), self.window), -1)
         latents = context.gather_latents(own)  # [B, S, 1, R + r], of all tokens
+
+        # Keys and values of this rank's heads, and attention.
         keys_values = self.expand(latents)  # [B, N/t, S, 2D]
         o = context.attention[self.window](q, *keys_values.chunk(2, -1))
         context.recompute.drop(keys_values, o, self.expand, latents)
         return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Latents and rotated keys [B, S, 1, R + r] -> keys, and values padded to their width, [B, N/t, S, 2D]."""
+        """Make keys, and values padded to the same width, side by side: latents and shared keys [B, S, 1, R + r] ->
+        [B, N/t, S, 2D]."""
         latent, shared_key = latents.split(self.widths[:2], -1)
         heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(latents),
                           d=sum(self.head_widths))
@@ -90,16 +165,35 @@ class LatentAttention(nn.Module):
         return torch.cat((k, shared_key, v, padding), -1)
 
 
-# ---- demo: python mla.py -----------------------------------------------------------------------------------------
+# ---- demo: python mla.py --------------------------------------------------------------------------------------------
+
+def cached_numbers(model: Model) -> int:
+    """Return how many numbers the KV cache has per token and layer."""
+    if model.kv_lora_rank:
+        return model.kv_lora_rank + model.rope_head_dim
+    return 2 * model.kv_heads * model.head_dim
+
 
 def demo() -> None:
+    """Compare the caches of published models, and run the plain version."""
     for name in ("llama-2-7b", "llama-3.1-70b", "llama-3.1-405b", "deepseek-v3", "kimi-k2"):
         model = parse(["--preset", name]).model
-        cached = (model.kv_lora_rank + model.rope_head_dim if model.kv_lora_rank else
-                  2 * model.kv_heads * model.head_dim)
+        cached = cached_numbers(model)
         print(f"{name:16s}{model.heads:4d} heads   {cached:5,d} numbers per token and layer in the KV cache")
+
+    model = parse(["--preset", "deepseek-v3"]).model
+    cached, computed = cached_numbers(model), model.heads * (model.head_dim + model.value_dim)
+    print(f"\nDeepSeek-V3 computes {computed:,} numbers, the keys and values of {model.heads} heads, from {cached} "
+          f"cached ones: {computed / cached:.0f} times as many.")
+
+    model = Model(hidden=64, heads=4, kv_heads=4, head_dim=24, kv_lora_rank=32, rope_head_dim=8, v_head_dim=16)
+    shapes = {"w_kv_down": (32 + 8, 64), "kv_norm": (32,), "w_kv_up": (4 * (16 + 16), 32), "wq": (4 * 24, 64),
+              "wo": (64, 4 * 16)}
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    y, cached = latent_attention(torch.ones(10, 64), weights, model)
+    print(f"latent_attention: 10 tokens give {list(y.shape)}, and {list(cached.shape)} to cache. "
+          f"Keys and values of its 4 heads are {[10, 4 * (24 + 16)]}.")
 
 
 if __name__ == "__main__":
-    from core.collectives import run_demo
     run_demo(lambda group: demo())
