@@ -12,6 +12,7 @@ from watch import Watch
 import train
 from core import config, rules
 from core.param import draw
+from mla import latent_attention
 from model import Execution, Llama
 from operations import Mask, rotary_angles
 from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, visible_keys
@@ -134,6 +135,21 @@ def test_a_packed_batch_equals_separate_documents():
     apart = torch.cat([llama(document) for document in documents], 1)
     assert (together - apart).abs().max() < 1e-12
     assert (llama(packed) - apart).abs().max() > 0.1  # without the mask documents do see each other
+
+
+@pytest.mark.parametrize("q_lora_rank", [20, 0])
+def test_plain_latent_attention_computes_and_caches_what_the_layer_does(q_lora_rank):
+    llama, seen, cache = filled(architecture(f"{SMALL}{LATENT} --q-lora-rank {q_lora_rank}")), [], KVCache()
+    attention = llama.blocks["1"].attention
+    attention.register_forward_hook(lambda module, given, y: seen.append((given[0], y)))
+    weights = {p.spec.name.removeprefix("layers.1.attention."): p.detach() for p in attention.parameters()}
+    weights["kv_norm"].uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        llama(torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(0)), cache=cache)
+    (x, y), = seen
+    plain, cached = latent_attention(x, weights, llama.model)
+    assert y.abs().max() > 0.1 and (plain - y).abs().max() < 1e-12
+    assert (cached - torch.cat(cache.layers[1], -1)[0, :, 0]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
