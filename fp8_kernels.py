@@ -1,4 +1,4 @@
-"""FP8's Triton kernel: it reads a matrix once and writes both quantised copies; fp8.py has the same in plain torch.
+"""FP8's Triton kernel: it reads a matrix once and writes both quantised copies. fp8.py has the same in plain torch.
 
 fp8.py says why a linear layer needs two copies of x [T, K]. A program has a tile of 128 rows, and
 writes it into both:
@@ -24,48 +24,58 @@ Which numbers share a scale:
     tiles of 128 x 128     the tile               the tile
 
 Moves 4 bytes per element of a 16-bit matrix: 2 are read, and each copy is 1. Scales of blocks add
-1/16 of a byte. Divisions are rounded to nearest, so the bits are those of fp8.py.
+1/16 of a byte. Divisions are rounded to nearest, so the kernel gives the same bits as fp8.py.
 
-Sources: as fp8.py. Shapes: T rows (tokens, or rows of a weight), K columns.
+Sources: as fp8.py. Shapes: T rows (tokens, or rows of a weight), K columns. kernels.py says how to read a kernel.
 """
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import launch
+from kernels import INTERPRETED, launch, run_kernel_demo
 
 BLOCK = 128
 Matrix = tuple[Tensor, Tensor]  # data and scales of an fp8.Quantised
 
+# ---- the kernel -----------------------------------------------------------------------------------------------------
+
 
 @triton.jit
 def to_fp8(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr):
+    """Round numbers that have been divided by their scale to FP8."""
     return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(FORMAT)
 
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+    """Return the scale that maps amax to LIMIT."""
     return tl.div_rn(tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL), LIMIT)
 
 
 @triton.jit
 def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, LIMIT: tl.constexpr,
                     SMALLEST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
-    """Quantise the program's tile. Rows of a tile are blocks of the rowwise copy, columns are blocks of the columnwise
-    one. A copy that is None is not wanted. scale: the one given, or None: each block has one or, with TILES, each tile.
+    """Quantise the program's tile, BLOCK rows x WIDTH columns.
+
+    rowwise, columnwise: the copies to write, or None.
+    scale: the given scale, or None. Then each tile has a scale if TILES, and otherwise each block: a row of the tile in
+        the rowwise copy, and a column of the tile in the columnwise copy.
     """
+    # Read the tile, once.
     i, j = tl.program_id(1), tl.program_id(0)
     t, k = i * BLOCK + tl.arange(0, BLOCK), j * WIDTH + tl.arange(0, WIDTH)
     offsets = t.to(tl.int64)[:, None] * K + k[None, :]
     inside = (t < T)[:, None] & (k < K)[None, :]
     tile = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    # A scale that both copies share.
     if scale is not None:
         tile = tile * tl.div_rn(1.0, tl.load(scale))
     if TILES:
         by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, SMALLEST)
         tl.store(row_scales + j * tl.num_programs(1) + i, by_tile)
         tile = tile * tl.div_rn(1.0, by_tile)
+    # The rowwise copy.
     if rowwise is not None:
         scaled = tile
         if scale is None and not TILES:
@@ -73,6 +83,7 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
             tl.store(row_scales + j.to(tl.int64) * T + t, by_row, mask=t < T)
             scaled = tile * tl.div_rn(1.0, by_row)[:, None]
         tl.store(rowwise + offsets, to_fp8(scaled, LIMIT, rowwise.dtype.element_ty), mask=inside)
+    # The columnwise copy: the tile is transposed before it is stored.
     if columnwise is not None:
         scaled = tile
         if scale is None and not TILES:
@@ -84,22 +95,24 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
                  mask=(k < K)[:, None] & (t < T_padded)[None, :])
 
 
+# ---- its launcher ---------------------------------------------------------------------------------------------------
+
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: float,
              rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
-    """Return the copies of x that are wanted, each with its scales, as fp8.quantise does. smallest: fp8.SMALLEST.
+    """Return the copies of x [T, K] that are asked for, each with its scales, as fp8.quantise does.
 
         scale   tiles   rowwise [T, K] has scales   columnwise [K, T_padded] has scales   T_padded: a multiple of
         given   False   scale, a scalar             scale                                 16
         None    False   [T, K/128]                  [K, T_padded/128]                     128
         None    True    [T/128, K/128]              [K/128, T/128]                        128
 
-    Raises ValueError if x has no whole blocks.
+    smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks.
     """
     (T, K), x = x.shape, x.contiguous()
     if scale is None and (K % BLOCK or tiles and T % BLOCK):
         raise ValueError(f"{T} x {K} has no blocks of 128{' x 128' if tiles else ''}")
-    # Columns and warps of a program. With these a thread needs at most 128 registers; with one scale, 128 columns and 8
-    # warps took 247 on Triton 3.6.
+    # Columns and warps of a program. With these a thread needs at most 128 registers. With one scale, 128 columns and
+    # 8 warps took 247 on Triton 3.6.
     width, num_warps = (BLOCK, 16 if tiles else 8) if scale is None else (64, 8)
     across, down, T_padded = triton.cdiv(K, width), triton.cdiv(T, BLOCK), T + -T % (BLOCK if scale is None else 16)
     row_data = x.new_empty(T, K, dtype=dtype) if rowwise else None
@@ -114,3 +127,38 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: floa
     if scale is None:
         row_scales, column_scales = row_scales.t(), column_scales if tiles else column_scales.t()
     return (row_data, row_scales) if rowwise else None, (column_data, column_scales) if columnwise else None
+
+
+# ---- demo: python fp8_kernels.py ------------------------------------------------------------------------------------
+
+def demo() -> None:
+    """Quantise a matrix whose numbers FP8 has exactly, in every way, and compare data times scales with the matrix.
+
+    Each row and column of a tile has a 448, the largest number of E4M3, times a power of two. The interpreter rounds
+    wrongly, so there must be nothing to round.
+    """
+    device = "cpu" if INTERPRETED else "cuda"
+    dtype = torch.float8_e4m3fn
+    tile = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK) % 9 - 4.0
+    tile.fill_diagonal_(448.0)
+    powers = torch.tensor([[1.0, 2.0, 4.0], [0.5, 1.0, 2.0]])  # of the six tiles: these should be their scales
+    x = torch.kron(powers, tile).to(device)
+    print(f"x {list(x.shape)} in tiles of 128 x 128, whose scales should be {powers.tolist()}\n")
+    ways = {"one scale, given": dict(scale=torch.tensor(4.0, device=device)), "1 x 128 blocks": dict(scale=None),
+            "tiles of 128 x 128": dict(scale=None, tiles=True)}
+    for name, how in ways.items():
+        copies = quantise(x, dtype, smallest=2.0 ** -100, **how)
+        for copy, (data, scales), exact in zip(("rowwise", "columnwise"), copies, (x, x.t())):
+            by_number = scales
+            if scales.ndim:  # a scale for each number
+                height = len(data) // len(scales)
+                by_number = scales.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
+            same = torch.equal(data.float() * by_number, exact)
+            print(f"{name:20s}{copy:12s}data {list(data.shape)}   scales {str(list(scales.shape)):12s}"
+                  f"data x scales {'is' if same else 'IS NOT'} x{'' if copy == 'rowwise' else '^T'}")
+    print(f"\nscales of tiles: {quantise(x, dtype, None, 2.0 ** -100, tiles=True)[0][1].tolist()}\n"
+          "Both copies come from one reading of x. In blocks, each copy has scales of its own.")
+
+
+if __name__ == "__main__":
+    run_kernel_demo(demo)
