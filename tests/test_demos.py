@@ -49,6 +49,10 @@ SHOWN = [  # file, ranks, what some line has
                       f"full       {INPUT * 8 / 1e6:5.2f} MB   {8 * 8 * LINEAR / 1e6:4.0f} MFLOP",
                       "All gradients are equal to the bit."]),
     ("fp8", 1, ["E4M3 for all, one scale", "Both recipes avoid this"]),
+    ("fp8_kernels", 1, ["scales of tiles: [[1.0, 2.0, 4.0], [0.5, 1.0, 2.0]]",  # of 256 x 384: 2 x 3 tiles
+                        "scales []          data x scales is x\n", "scales []          data x scales is x^T\n",
+                        "scales [256, 3]    data x scales is x\n", "scales [384, 2]    data x scales is x^T\n",
+                        "scales [2, 3]      data x scales is x\n", "scales [3, 2]      data x scales is x^T\n"]),
     ("operations", 1, [f"RMSNorm{4 / 256:17.2f}{2 * 4 + 4 / 256:27.2f}",  # 4 / 256: 1 / r of each row, in fp32
                        f"SwiGLU{0:18.2f}{2:27.2f}"]),
     ("kernels", 1, [f"{8 * (512 + 512 + 512) * 4 / 1e3:16.1f}"  # SwiGLU reads gate and up, and writes the result;

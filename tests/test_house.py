@@ -82,7 +82,7 @@ SHARED = {"core.collectives", "schedules", "core.param", "core.gradients", "oper
 TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
               "ep": set(), "fp8": {"fp8_kernels"}}
 # Files of the root without a demo yet. train.py is the demo of all of them.
-WITHOUT_DEMO = {"fp8_kernels", "train"}
+WITHOUT_DEMO = {"train"}
 
 
 @cache
