@@ -9,7 +9,7 @@
 
     x ──► w_q_down ─────► q_norm ────────────────────► w_q_up ──────────────────────► query [D], its last r rotated
 
-Grouped queries cache the keys and values of K heads, 2 K D numbers per token. Here R + r numbers are cached, and
+Grouped queries cache K key and value heads, 2 K D numbers per token. Here R + r numbers are cached, and
 w_kv_up makes the keys and values of all N heads from them at every use. `latent_attention` below is all of this for
 one sequence on one rank.
 
