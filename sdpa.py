@@ -86,6 +86,7 @@ def attend_in_two_blocks(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[T
 # The fastest on Hopper first.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_WIDTH = 128  # the widest heads that we give cuDNN: for wider ones, such as 192, torch may refuse its backward
+FLASH_WIDTH = 256  # the widest heads that flash takes on a GPU
 
 
 @cache
@@ -121,7 +122,8 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
     if q.is_cuda:
         choose_sdpa_kernels(q.shape[-1], visible is not None)
-    if kind == "general" or (q.is_cuda and q.itemsize > 2):  # here no fused kernel takes K < N
+    efficient_only = q.is_cuda and (q.itemsize > 2 or q.shape[-1] > FLASH_WIDTH)  # no other fused kernel takes these
+    if kind == "general" or efficient_only:  # here no fused kernel takes K < N
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
                                           enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
@@ -171,8 +173,13 @@ def additive_mask(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
 
 
 def has_gpu_kernel(q: Tensor, kind: str) -> bool:
-    """Whether cuDNN or flash takes a block. kind: the result of Mask.kind."""
-    return kind != "general" and q.itemsize <= 2
+    """Whether cuDNN or flash takes a block. kind: the result of Mask.kind.
+
+    Torch's public function pads heads whose width is not a multiple of 8. The private operators
+    refuse them.
+    """
+    D = q.shape[-1]
+    return kind != "general" and q.itemsize <= 2 and D <= FLASH_WIDTH and D % 8 == 0
 
 
 def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
