@@ -24,9 +24,11 @@ def test_two_blocks_in_plain_calls_are_attention_to_all_keys():
         assert (found - want).abs().max() < 1e-10 * want.abs().max()
 
 
-@pytest.mark.parametrize("dtype, kv_heads", [(torch.bfloat16, 2), (torch.float32, 8)])
-def test_grouped_queries_on_a_gpu_have_a_fused_kernel_in_every_type(monkeypatch, dtype, kv_heads):
-    """In fp32 none takes fewer key than query heads: torch would save the scores. By fake tensors of a GPU."""
+@pytest.mark.parametrize("width, dtype, kv_heads", [(64, torch.bfloat16, 2), (64, torch.float32, 8),
+                                                   (256, torch.bfloat16, 2), (264, torch.bfloat16, 8)])
+def test_grouped_queries_on_a_gpu_have_a_fused_kernel_in_every_type(monkeypatch, width, dtype, kv_heads):
+    """In fp32, and for heads wider than 256, none takes fewer key than query heads: torch would save the scores. By
+    fake tensors of a GPU."""
     given = []
 
     def attend(q, k, v, visible, *, is_causal, enable_gqa):
@@ -36,9 +38,29 @@ def test_grouped_queries_on_a_gpu_have_a_fused_kernel_in_every_type(monkeypatch,
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(sdpa, "set_sdpa_order", lambda: None)
     with FakeTensorMode():
-        q, k, v = (torch.empty(1, heads, 16, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
+        q, k, v = (torch.empty(1, heads, 16, width, device="cuda", dtype=dtype) for heads in (8, 2, 2))
         sdpa.attention_sdpa(q, k, v, Mask())
     assert given == [(kv_heads, kv_heads, kv_heads < 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=4)])
+def test_blocks_that_no_fused_operator_of_a_gpu_takes_are_computed_by_matmuls(monkeypatch, dtype, mask):
+    """cuDNN and flash need 16 bits, no mask tensor, and a width that is a multiple of 8 and at most 256: their private
+    operators raise otherwise. Matmuls compute all other blocks, in forward and backward. By fake tensors of a GPU."""
+    called = []
+    for kernel in ("gpu", "math"):
+        for way in ("forward", "backward"):
+            monkeypatch.setattr(sdpa, f"{kernel}_{way}", lambda *_, name=f"{kernel} {way}": called.append(name))
+    widths = range(2, 300, 2)
+    with FakeTensorMode():
+        for width in widths:
+            q, k, v = (torch.empty(1, heads, 16, width, device="cuda", dtype=dtype) for heads in (4, 2, 2))
+            sdpa.sdpa_forward(q, k, v, mask)
+            sdpa.sdpa_backward(q, q, k, v, q, None, mask)
+    fused = {width for width in widths if width in range(8, 257, 8) and dtype.itemsize == 2 and not mask.window}
+    assert called == [f"{'gpu' if width in fused else 'math'} {way}" for width in widths
+                      for way in ("forward", "backward")]
 
 
 @pytest.fixture
