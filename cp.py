@@ -228,13 +228,16 @@ def visible_blocks(style: "Style", seq: int, c: int, i: int, mask: Mask,
     A first reader may assume that there is neither a window nor documents: `hidden` and `offset`
     are then 0, and blocks are always joined. See `windows and documents`.
     """
-    m, window, own = seq // (2 * c), mask.window, own_chunks(c, i)
+    m = seq // (2 * c)
+    window = mask.window
+    own = own_chunks(c, i)
     first_keys = [find_first_key(mask, query_chunk * m) for query_chunk in own]
     ascending = documents_ascend(mask)
     assert ascending or not window, "a window counts positions of the sequence"
     can_join = ascending and not window
     both = slice(0, 2 * m)
-    steps, attended = [], set()
+    attended = set()  # the chunks of keys of earlier steps
+    steps = []
     for key_chunks in style.chunks(c, i):
         new_chunks = [key_chunk for key_chunk in key_chunks if key_chunk not in attended]
         attended.update(new_chunks)
@@ -367,9 +370,9 @@ class BlockAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, style, steps, attention, group):
         B, N, s, D = q.shape
-        acc = dict(dtype=acc_dtype(q.dtype), device=q.device)
-        o = torch.empty(B, s, N, D, **acc).transpose(1, 2)  # the heads of a token are contiguous
-        lse = torch.empty(B, N, s, **acc)
+        options = dict(dtype=acc_dtype(q.dtype), device=q.device)
+        o = torch.empty(B, s, N, D, **options).transpose(1, 2)  # the heads of a token are contiguous
+        lse = torch.empty(B, N, s, **options)
         for (step_k, step_v), blocks in zip(style.keys_and_values(k, v, group), steps):
             for queries, keys, mask in blocks:
                 merge(o[:, :, queries], lse[:, :, queries],
@@ -676,13 +679,16 @@ def documents_ascend(mask: Mask) -> bool:
 def add_documents(steps: list[list[ScoreBlock]], style: Style, documents: Tensor, c: int, i: int,
                   device: torch.device | str) -> list[list[ScoreBlock]]:
     """Add to each block's mask the documents of its queries and keys. documents: [B, S]."""
-    of_own, *of_steps = [to_device(take_chunks(documents, c, chunks), device)
-                         for chunks in (own_chunks(c, i), *style.chunks(c, i))]
-    out = []
-    for blocks, of_step in zip(steps, of_steps):
-        masks = [block.mask._replace(documents=(of_own[:, block.queries], of_step[:, block.keys])) for block in blocks]
-        out.append([block._replace(mask=mask) for block, mask in zip(blocks, masks)])
-    return out
+    own_documents = to_device(take_chunks(documents, c, own_chunks(c, i)), device)
+    new_steps = []
+    for blocks, key_chunks in zip(steps, style.chunks(c, i)):
+        key_documents = to_device(take_chunks(documents, c, key_chunks), device)
+        new_blocks = []
+        for block in blocks:
+            block_documents = own_documents[:, block.queries], key_documents[:, block.keys]
+            new_blocks.append(block._replace(mask=block.mask._replace(documents=block_documents)))
+        new_steps.append(new_blocks)
+    return new_steps
 
 
 def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
@@ -700,8 +706,9 @@ def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
     document are runs of its tokens, and their lengths differ by at most one token. So zig-zag
     shards of this order are equal work, although documents do not see each other.
     """
-    numbers = torch.arange(documents.shape[1], device=documents.device) % (2 * ranks)
-    pieces = (documents.long() * (2 * ranks) + numbers).sort(1).values % (2 * ranks)  # sorted by (document, number)
+    P = 2 * ranks
+    remainders = torch.arange(documents.shape[1], device=documents.device) % P
+    pieces = (documents.long() * P + remainders).sort(1).values % P  # sorted by (document, remainder)
     return pieces.argsort(dim=1, stable=True)
 
 
@@ -721,7 +728,8 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
         as the window reaches.
     recompute: do not save scores, compute them again in backward.
     """
-    out, seq = {}, tokens.shape[1] * groups.get("cp", ALONE).size
+    seq = tokens.shape[1] * groups.get("cp", ALONE).size
+    out = {}
     for window in set(windows):
         cached = min(earlier, window - 1) if window else earlier
         mask = Mask(True, window, None if documents is None else (documents, documents), offset=cached)
