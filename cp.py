@@ -6,8 +6,9 @@ other ranks.
 
     embedding, norms, linear layers, loss   each rank computes them for its own tokens
     attention                               each rank has the queries of its own tokens, but these need the keys and
-                                            values of all earlier tokens; there are three ways to
-                                            bring them together:
+                                            values of all earlier tokens
+
+    There are three ways to bring queries and keys together:
 
     all-gather   every rank receives the keys and values of the whole sequence        Llama 3
     ring         keys and values travel from rank to rank, one shard at a time        ring attention
@@ -18,25 +19,36 @@ runs unchanged on fewer tokens. Attention is different: a query attends to all e
 are on other ranks. `plain_attention` below is context parallelism in six lines. The rest of the
 file divides the work equally, sends while it computes, and holds fewer keys at a time.
 
-Shapes: B batch, S tokens per sequence, c ranks, s = S/c tokens per rank, m = s/2 tokens per chunk,
-N query heads, K key and value heads, D head width. In the table, q = N D and k = K D are the
-elements per token, e the bytes of an element, and a the bytes of an element of the gradients of
-keys and values, which are summed in the accumulation dtype (fp32 in a bf16 run).
+Shapes: B batch; S tokens per sequence; c ranks; s = S/c tokens per rank; m = s/2 tokens per chunk;
+N query heads; K key and value heads; D head width. Values are as wide as keys (mla.py pads them).
+The table is for one layer and one sequence. In it, e is the bytes of an element of keys and values,
+and g the bytes of an element of their gradients, which are summed in the accumulation dtype (g = 4
+in a bf16 run).
 
-               sent per rank, layer and sequence           memory at a time, besides this rank's K and V
-               forward                 backward            forward               backward
-    ring       (c-1) 2 s k e           (c-1) 2 s k (e+a)   2 shards of K and V   the same, and 4 of gradients
-    allgather  (c-1) 2 s k e           (c-1) 2 s k (e+a)   1.5 x all, and own    all, and all gradients
-    ulysses    (c-1)/c s (2 q + 2 k) e the same            all tokens of 1/c of the heads
+               bytes sent by a rank                            peak memory, besides the rank's own K and V
+               forward               backward                  forward                 backward
+    ring       (c-1) 2 s K D e       (c-1) 2 s K D (e + g)     K and V of 2 ranks      K and V of 2 ranks,
+                                                                                       and 4 such gradients
+    allgather  (c-1) 2 s K D e       (c-1) 2 s K D (e + g)     1.5 x K and V of all,   K and V of all,
+                                                               and a copy of its own   and their gradients
+    ulysses    (c-1)/c 2 s (N+K) D e (c-1)/c 2 s (N+K) D e     Q, K, V of all tokens, 1/c of the heads
+
+1.5 x: half of the gathered keys and values are copied once, to reorder them (`gather`).
 
 Saves: memory and time. Each rank keeps 1/c of the activations and does 1/c of the work, so that a
-       sequence can be c times as long.
+       sequence can be c times as long. Latent attention is the exception: there every rank has the
+       keys and values of all tokens (`latents` below).
 Costs: the bytes in the table. Backward sends keys and values again, because each rank saves only
        its own. They are sent even where a window or documents hide them. The gradients of weights
        are summed over dp x cp (zero.py).
-Stops helping when: sending keys and values takes longer than attending to them. Ulysses also needs
-       c to divide the number of query heads. If c does not divide the key and value heads, it sends
-       copies of them. Otherwise it sends less in forward than a ring of more than N/K + 1 ranks.
+Stops helping when: sending keys and values takes longer than attending to them.
+
+Which one: all-gather is the default. It sends the same bytes as a ring, in fewer and larger
+collectives, and computes in fewer and larger calls of a kernel. A ring needs less memory. Ulysses
+needs c to divide the query heads (of a tensor parallel rank). If c does not divide the key and
+value heads, it sends copies of them. Otherwise, with more than N/K + 1 ranks, it sends less in
+forward than the other two. --cp-ulysses U combines it with one of them (`both at once`). Then U has
+to divide the key and value heads, and c may be larger.
 
 Easily got wrong:
 - Labels are shifted before the sequence is cut, because a shard's last label is another rank's token.
@@ -62,13 +74,13 @@ from torch.autograd import Function
 from core.collectives import (
     ALONE,
     MAX,
-    AllGather__ReduceScatter,
+    AllGather__ReduceScatter,  # names are forward__backward: the collective of each direction
     AllToAll__AllToAll,
     Group,
     Pending,
     all_gather,
     all_reduce,
-    done,
+    done,  # a Pending whose result is already there
     gather_rows,
     reduce_scatter,
     run_demo,
@@ -85,12 +97,13 @@ from sdpa import SDPA
 # ---- the plain version: gather keys and values, mask by position ----------------------------------------------------
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, group: Group) -> Tensor:
-    """Causal attention of this rank's queries to the tokens of all ranks, [B, N, s, D] -> [B, N, s,
-    D].
+    """Attend causally from this rank's queries to the tokens of all ranks.
 
-    k, v: [B, K, s, D]. positions: [s], the places in the sequence of this rank's tokens, in any
-    order. Backward reduce-scatters the gradients of keys and values: each rank used all of them, so
-    each has a term of every gradient.
+    q: [B, N, s, D]. k, v: [B, K, s, D]. Returns o [B, N, s, D].
+    positions: [s], the positions of this rank's tokens in the sequence, in any order.
+
+    Backward reduce-scatters the gradients of keys and values: each rank used all of them, so each
+    has a term of every gradient.
     """
     all_k = AllGather__ReduceScatter.apply(k.movedim(2, 0), group).movedim(0, 2)  # [B, K, S, D], rank by rank
     all_v = AllGather__ReduceScatter.apply(v.movedim(2, 0), group).movedim(0, 2)
@@ -124,11 +137,11 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, group: G
 #
 #     rank 0: 3 blocks, rank 1: 7           rank 0: 5 blocks, rank 1: 5
 #
-# A number is the rank that computes a block of scores. Of 4 contiguous ranks the first has 3 blocks
-# and the last 15 (python cp.py); in zig-zag order each rank has 2c+1.
+# A number is the rank that computes a block of scores. With 4 contiguous ranks, the first computes 3
+# blocks and the last 15 (python cp.py). In zig-zag order every rank computes 2c + 1.
 
 def own_chunks(c: int, i: int) -> tuple[int, int]:
-    """Return the two chunks of rank i, of the 2c chunks of a sequence."""
+    """Return the indices of rank i's two chunks among the 2c chunks of a sequence."""
     return i, 2 * c - 1 - i
 
 
@@ -151,11 +164,12 @@ def shard_sequences(tokens: Tensor, labels: Tensor, positions: Tensor | None, do
     positions: [B, S] -> [B, s], counted from the beginning of each document. None: use
         `own_positions`.
     documents: the number of each token's document, [B, S], or None like positions. They are
-        returned whole and padded, because attention compares the documents of a rank's queries
+        returned for the whole sequence, padded, because attention compares the document of a query
         with the documents of all keys.
     tp: tensor parallel ranks that split a shard's tokens again (sequence parallelism).
-    document_ranks: 1, or the number of ranks over which each document is dealt zig-zag
-        (`order_by_piece`).
+    document_ranks: 1 if the sequence is split, not its documents. With --cp-zigzag document it is
+        the number of ranks over which each document is dealt (`order_by_piece`): c, or c/U with
+        --cp-ulysses U.
 
     A sequence that the ranks cannot share equally is padded with tokens -1, which are a document of
     their own, are seen by no real token and have no label.
@@ -209,8 +223,9 @@ class ScoreBlock(NamedTuple):
     """A block of scores: a slice of the rank's queries, and a slice of the keys of one step.
 
     The first block of each query is the causal one. Its keys belong to the same tokens as its
-    queries, so every query sees at least its own token. In all other blocks the keys are earlier
-    than the queries.
+    queries, so every query sees at least its own token. In all other blocks every key is earlier
+    than every query. By how much they are earlier matters only if there is a window. Mask.offset
+    says it then, and is 0 otherwise.
     """
     queries: slice
     keys: slice
@@ -225,8 +240,11 @@ def visible_blocks(style: "Style", seq: int, c: int, i: int, mask: Mask,
     seq, mask: the length and the mask of whole sequences. mask.documents, [B, S], are read on the
         host. The documents in the masks of the blocks are on `device`.
 
-    A first reader may assume that there is neither a window nor documents: `hidden` and `offset`
-    are then 0, and blocks are always joined. See `windows and documents`.
+    For each step and each chunk of queries, the three cases above are applied to the chunks of keys
+    that have just arrived. Then neighbouring blocks are joined.
+
+    At first reading, assume that there is neither a window nor documents. Then `hidden` and
+    `offset` are 0, and blocks are always joined. See `windows and documents`.
     """
     m = seq // (2 * c)
     window = mask.window
@@ -239,12 +257,13 @@ def visible_blocks(style: "Style", seq: int, c: int, i: int, mask: Mask,
     attended = set()  # the chunks of keys of earlier steps
     steps = []
     for key_chunks in style.chunks(c, i):
+        # With all-gather the second step has all keys, but the rank has attended to its own in the first.
         new_chunks = [key_chunk for key_chunk in key_chunks if key_chunk not in attended]
         attended.update(new_chunks)
         blocks = []
         for place, query_chunk in enumerate(own):
             queries = slice(place * m, (place + 1) * m)
-            if query_chunk in new_chunks:  # equal: the first block of these queries, see ScoreBlock
+            if query_chunk in new_chunks:  # the causal block comes first: `merge` starts o and lse with it
                 start = key_chunks.index(query_chunk) * m
                 blocks.append(ScoreBlock(queries, slice(start, start + m), Mask(True, window)))
             for key_chunk in new_chunks:
@@ -278,8 +297,8 @@ def join_blocks(blocks: list[ScoreBlock], both: slice) -> list[ScoreBlock]:
             joined[-1] = previous._replace(keys=slice(previous.keys.start, block.keys.stop))
         else:
             joined.append(block)
-    # Only the first two can have the same keys: the first chunk of queries sees one run of keys,
-    # from the beginning.
+    # Only the first two blocks can have the same keys: the rank's early chunk of queries comes first,
+    # and it sees one run of keys. With latents its first block is causal, and nothing is joined here.
     if len(joined) > 1 and joined[0].keys == joined[1].keys and joined[0].mask == joined[1].mask:
         joined[:2] = [joined[0]._replace(queries=both)]
     return joined
@@ -312,11 +331,14 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: b
     """Merge a block's new_o and new_lse into o [B, N, rows, D] and lse [B, N, rows], in place.
 
     o and lse have the accumulation dtype. is_first: o and lse have no values of these rows yet.
+
+    A row that sees no key of the block does not change. Its new_lse is -inf, so its weight is 0.
+    Its new_o must be finite, because 0 x NaN is NaN. Every AttentionKernel returns 0 there.
     """
     if is_first:
         o.copy_(new_o)
         lse.copy_(new_lse)
-    else:  # a row that sees no key of the block has new_lse = -inf and does not change
+    else:
         o.lerp_(new_o.to(o.dtype), torch.sigmoid(new_lse - lse)[..., None])
         torch.logaddexp(lse, new_lse, out=lse)
 
@@ -343,10 +365,10 @@ class Style(NamedTuple):
         so that the exchange runs while the step is computed. None: there is one step, with the k
         and v that the layer has made (latents).
     send_back(dkv, pending, group): called in backward after each step except the first, whose keys
-        are the rank's own. It starts to send the gradients of the step's keys towards their owner,
-        and returns a Pending. The next call is given it as `pending`; the first call is given None.
-        The last Pending resolves to the gradients of this rank's own keys, summed over all other
-        ranks.
+        are the rank's own. It starts to send the gradients of the step's keys and values towards
+        their owner, and returns a Pending. The first call gets None as `pending`, and each later
+        call gets the Pending of the call before it. The result of the last one is the sum, over all
+        other ranks, of their gradients of this rank's keys and values.
     """
     chunks: Callable[[int, int], list[Sequence[int]]]
     exchange: Callable[[Tensor, Group], Iterator[Tensor]] | None = None
@@ -390,10 +412,10 @@ class BlockAttention(Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
         own_dkv = pending = None
         for (step_k, step_v), blocks in zip(ctx.style.keys_and_values(k, v, ctx.group), ctx.steps):
-            dkv = lse.new_zeros(step_k.shape[2], 2, B, K, D)  # of this step's keys and values, by token
-            step_dk, step_dv = by_head(dkv)  # views of it
+            dkv = lse.new_zeros(step_k.shape[2], 2, B, K, D)  # gradients of this step's keys and values, by token
+            step_dk, step_dv = by_head(dkv)  # views: what is added to them is added to dkv
             for queries, keys, mask in blocks:
-                row_lse = lse[:, :, queries].contiguous()  # kernels take any strides of the others
+                row_lse = lse[:, :, queries].contiguous()  # the kernels take other tensors with any strides
                 block_dq, block_dk, block_dv = ctx.attention.backward(
                     do[:, :, queries], q[:, :, queries], step_k[:, :, keys], step_v[:, :, keys], o[:, :, queries],
                     row_lse, mask)
@@ -453,7 +475,9 @@ def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
     for _ in range(group.size - 1):
         receiving = shift(incoming, kv, group)
         yield kv
-        kv, incoming = receiving.wait(), kv  # two buffers in turns: NCCL waits for the kernels that have read this one
+        # The old kv becomes the next receive buffer. Kernels may still read it, so NCCL's stream waits for them
+        # before it receives.
+        kv, incoming = receiving.wait(), kv
     yield kv
 
 
@@ -490,9 +514,11 @@ def gather(kv: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
-    """Sum the gradients of all keys over the ranks; each rank gets those of its own keys.
+    """Sum the gradients of all keys and values over the ranks. Each rank gets the sums for its own
+    tokens.
 
-    The reverse of `gather`. It is not asynchronous, because nothing is left to compute meanwhile.
+    It is the reverse of `gather`, and does not overlap with computation: no step is left to compute.
+    The result is a finished Pending.
     """
     own = dkv.new_empty(len(dkv) // group.size, *dkv.shape[1:])
     early, late = dkv.chunk(2)
@@ -508,8 +534,12 @@ def gather_back(dkv: Tensor, pending: None, group: Group) -> Pending:
 # times its share of that work. Then there is one step, in which all keys are there. W is the width
 # of a latent and its rotated key (R + r in mla.py):
 #
-#               sent per rank, layer and sequence      memory at a time
-#     latents   (c-1) s W e, and the same backward     all of K and V, saved the same; backward: and all gradients
+#               bytes sent by a rank           memory
+#               forward        backward        forward                 backward
+#     latents   (c-1) s W e    (c-1) s W e     K and V of all tokens   K and V of all tokens, and their gradients
+#
+# K and V are saved between forward and backward, unless they are recomputed (recompute.py). These
+# exchanges do not overlap with computation.
 
 class GatherTokens(Function):
     """The autograd function of `gather_tokens`.
@@ -530,8 +560,7 @@ class GatherTokens(Function):
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """Gather the latents of all tokens, in the order of the sequence: [B, s, ...] -> [B, S,
-    ...]."""
+    """Gather latents [B, s, ...] to [B, S, ...], in the order of the sequence."""
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
@@ -546,11 +575,12 @@ def gathered_chunks(c: int, i: int) -> list[Sequence[int]]:
 
 
 def all_chunks(c: int, i: int) -> list[Sequence[int]]:
+    """With latents, there is one step, and it has all keys."""
     return [range(2 * c)]
 
 
-# --cp-style, except "ulysses", which has no blocks. "latents": of models with --kv-lora-rank,
-# whatever --cp-style says.
+# The values of --cp-style, except "ulysses", which has no blocks. Models with --kv-lora-rank use
+# "latents" in place of "allgather".
 STYLES = {
     "allgather": Style(gathered_chunks, gather, gather_back),
     "ring": Style(ring_chunks, ring, ring_back),
@@ -584,7 +614,7 @@ def tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Ten
     q, k and v are sent in one all-to-all.
     """
     u = group.size
-    copies = u // math.gcd(u, k.shape[1])  # of each key and value head, so that u divides them
+    copies = u // math.gcd(u, k.shape[1])  # how often each key and value head is repeated, so that u divides them
     heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
     by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
     shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)  # one row to and from each rank
@@ -603,8 +633,8 @@ def heads_for_tokens(o: Tensor, group: Group) -> Tensor:
 
 # ---- both at once ---------------------------------------------------------------------------------------------------
 # --cp-ulysses U: U neighbours trade tokens for heads (the head group), and the c/U ranks that then
-# have the same heads attend in a ring or with all-gather (the key group). For c = 4 and U = 2, with
-# the heads a b of each rank:
+# have the same heads attend in a ring or with all-gather (the key group). For example, c = 4 and
+# U = 2, with heads a and b:
 #
 #                     rank 0         rank 1         rank 2         rank 3
 #     chunks of 8     0 7            1 6            2 5            3 4
@@ -620,8 +650,11 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
     groups: "cp", all c ranks; with --cp-ulysses also "cp_heads" and "cp_keys", the head group and
         the key group. Without it, one of the two is all c ranks, as the style says, and the other
         this rank alone.
-    style: of config.CP_STYLES, or "latents": k and v then are [B, K, S, D], of all tokens.
-    seq, mask: of whole sequences, without cached tokens. recompute: see `attention_by_window`.
+    style: one of config.CP_STYLES, or "latents". With "latents", k and v are the keys and values of
+        all tokens, [B, K, S, D].
+    seq: the number of new tokens of a whole sequence, without cached ones.
+    mask: for whole sequences.
+    recompute: see `attention_by_window`.
     """
     cp, key_group, head_group = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
     if head_group.size == 1:  # no --cp-ulysses
@@ -637,7 +670,7 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
             mask = mask._replace(documents=tuple(to_device(documents, device) for documents in mask.documents))
         attend = partial(attention.attend, mask=attention.prepare_mask(mask, seq, seq + mask.offset, device))
         if recompute and attention.saves_scores:
-            attend = partial(Checkpoint.apply, attend, None)  # autograd saves its inputs
+            attend = partial(Checkpoint.apply, attend, None)  # None: no arena, so autograd saves its inputs
     return attend if head_group.size == 1 else partial(ulysses, attend=attend, group=head_group)
 
 
@@ -648,20 +681,20 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
 #
 # - It leaves out keys that are hidden from a whole chunk of queries. The mask of a block hides what
 #   is hidden from some of the block's queries.
-# - With a window, blocks are not joined. Their masks differ, because a mask has one offset: the
-#   distance from the block's first key to its first query.
-# - Where documents do not ascend along the sequence, blocks are not joined either. Kernels skip
-#   only keys before the first and after the last key that a tile of queries sees, so they would
-#   compute hidden scores in the middle of a larger block.
+# - With a window, blocks are not joined. A mask has one offset for the whole block, which is the
+#   distance from the block's first key to its first query. Joined blocks would need several offsets.
+# - Where documents do not ascend along the sequence, blocks are not joined either. For a tile of
+#   queries, a kernel skips the keys before the first and after the last key that the tile sees. It
+#   cannot skip keys between these two. In a joined block, such hidden keys would be in between.
 #
 # Documents also break the balance of zig-zag: a rank's chunks may be the end of a long document, or
 # many short documents, and all ranks wait for the slowest. --cp-zigzag document cuts each document
 # into 2c pieces, in place of the sequence (`order_by_piece`). Then documents do not ascend.
 
 def find_first_key(mask: Mask, query: int) -> int:
-    """Return a key before which this query and the later ones of its chunk see nothing.
+    """Return the first key that this query, or a later one of its chunk, may see.
 
-    It holds for all sequences of the batch.
+    No sequence of the batch has an earlier one.
     """
     first = max(query - mask.window + 1, 0) if mask.window else 0
     if mask.documents is None:
@@ -692,19 +725,23 @@ def add_documents(steps: list[list[ScoreBlock]], style: Style, documents: Tensor
 
 
 def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
-    """Order tokens so that chunk n of 2 x ranks has piece n of every document.
+    """Return the order of tokens in which chunk n of P = 2 x ranks has piece n of every document.
 
-    For example, one rank has two chunks:
+    documents: [B, S], ascending; P divides S. Returns token indices, [B, S]. For example, one rank
+    has P = 2 chunks:
 
-        token        0 1 2 3 4 5 6 7
-        document     0 0 0 1 1 1 1 1      [B, S], ascending
-        number       0 1 0 1 0 1 0 1      the token, modulo 2 x ranks
-        piece        0 0 1 0 0 1 1 1      the numbers, sorted within each document
-        returned     0 1 3 4 | 2 5 6 7    the tokens of piece 0, then those of piece 1: [B, S]
+        token index       0 1 2 3 4 5 6 7
+        document          0 0 0 1 1 1 1 1
+        index modulo P    0 1 0 1 0 1 0 1
+        piece             0 0 1 0 0 1 1 1     the row above, sorted within each document
+        returned          0 1 3 4 | 2 5 6 7   indices of the tokens of piece 0 | of piece 1
 
-    All chunks have the same length, because every number occurs equally often. The pieces of a
-    document are runs of its tokens, and their lengths differ by at most one token. So zig-zag
-    shards of this order are equal work, although documents do not see each other.
+    The pieces of a document are runs of its tokens, and their lengths differ by at most one token.
+    So zig-zag shards of this order are equal work, although documents do not see each other.
+
+    All chunks have the same length, because each value of "index modulo P" occurs equally often.
+    torch.tensor_split of each document would not do: it always gives the remainder to the first
+    pieces, so the first chunks would be longer than the last ones.
     """
     P = 2 * ranks
     remainders = torch.arange(documents.shape[1], device=documents.device) % P
@@ -722,11 +759,12 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
     Returns a dict: window (0: none) -> a function of q [B, N, s, D], k and v [B, K, s, D] (latents:
     [B, K, S, D]).
 
-    documents: of whole sequences, [B, S], on the host if "cp" has several ranks.
-    kernel: of --attention. dtype: of q, k and v.
+    documents: the documents of whole sequences, [B, S], on the host if "cp" has several ranks.
+    kernel: the value of --attention.
+    dtype: the dtype of q, k and v.
     earlier: the number of tokens before these (generation). Their keys and values are cached as far
         as the window reaches.
-    recompute: do not save scores, compute them again in backward.
+    recompute: do not save scores, and compute them again in backward.
     """
     seq = tokens.shape[1] * groups.get("cp", ALONE).size
     out = {}
@@ -742,7 +780,7 @@ def choose_attention(kernel: str, mask: Mask, head_dim: int, like: Tensor, dtype
     """Choose the implementation that --attention names.
 
     "auto" takes torch's kernels (sdpa.py), except on a GPU where they would read a mask tensor:
-    there it takes flash.py. like: any tensor on the device. dtype: of q, k and v.
+    there it takes flash.py. like: any tensor on the device. dtype: the dtype of q, k and v.
     """
     slow_in_torch = (mask.documents is not None or mask.window > 0) and uses_kernels(like) and dtype != torch.float64
     if kernel == "triton" or (kernel == "auto" and slow_in_torch and head_dim <= 256):
@@ -769,8 +807,8 @@ def print_owners(c: int) -> None:
 
 
 def neighbourhoods(group: Group, u: int) -> dict[str, Group]:
-    """The head group of u neighbours and the key group of this rank, as core/groups.py makes them
-    for --cp-ulysses u."""
+    """Make this rank's head group, of u neighbours, and its key group, as core/groups.py does for
+    --cp-ulysses u."""
     c = group.size
     members = {"cp_heads": [list(range(first, first + u)) for first in range(0, c, u)],
                "cp_keys": [list(range(first, c, u)) for first in range(u)]}
