@@ -10,31 +10,40 @@
 
 Torch has several attention kernels, which it calls backends. A fused kernel never writes the scores
 [rows, columns] to memory. "math" is not fused: it writes them, and saves them for backward. The
-table says what we give each kernel. A mask is "is_causal" if queries and keys are the same tokens
-and only later keys are hidden.
-    kernel      device   dtypes          mask                         D         key and value heads
-    cuDNN       GPU      16 bits         none, or is_causal           to 128    K
-    flash       GPU      16 bits         none, or is_causal           to 256    K
-    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any       N: we repeat each
-    math        GPU      any             none, is_causal, or tensor   any       N or K
-    flash       CPU      any             none, is_causal, or tensor   any       K
+table says what we give each kernel.
+
+    kernel      device   dtypes          mask                         D          key and value heads
+    cuDNN       GPU      16 bits         none, or is_causal           to 128     K
+    flash       GPU      16 bits         none, or is_causal           to 256     K
+    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any        N: we repeat each
+    math        GPU      any             none, is_causal, or tensor   any        N or K
+    flash       CPU      any             none, is_causal, or tensor   any        K; N for whole sequences
+                                                                                 with a tensor
 
 Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys;
-lse [B, N, rows]: the log-sum-exp of each row's scores. Documents, windows and cached keys need a
-mask tensor [rows, columns] (`Mask.kind` in operations.py).
+lse [B, N, rows]: the log-sum-exp of each row's scores.
+
+Masks have three kinds (`Mask.kind` in operations.py):
+
+    "unmasked"   no mask. Each query sees each key, as one new token sees all cached keys.
+    "causal"     torch's is_causal. Queries and keys are the same tokens; only later keys are hidden.
+    "general"    a boolean tensor [rows, columns]. Needed for windows, documents, and several new
+                 tokens after cached keys.
 
 Whole sequences (`attention_sdpa`): we set an order, and torch takes the first kernel that accepts
-the call. cuDNN is first because it is the fastest on Hopper. math is last because of its scores.
-With a mask tensor, key and value heads are repeated on CPUs, too.
+the call. cuDNN is first because it is the fastest on Hopper. math is last because it saves the
+scores.
 
 Blocks (`sdpa_forward`, `sdpa_backward`): the public function returns no lse, without which results
 of blocks cannot be merged. Its backward uses the block's own o and lse, but the gradients of a
 block depend on the whole row. So we call the private operators of one kernel: cuDNN to D = 128,
-flash for wider heads, and on CPUs the CPU's flash. cuDNN and flash take neither mask tensors nor
-fp32 or fp64, so math_forward and math_backward of operations.py compute such a block on a GPU.
+flash for wider heads, and on CPUs the CPU's flash. On a GPU these operators refuse mask tensors,
+fp32, fp64, D above 256, and a D that is not a multiple of 8. In these cases math_forward and
+math_backward of operations.py compute the block (`has_gpu_kernel`).
 
-Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. Its backward may
-then return NaN or be refused, so we disable cuDNN in these cases (`choose_sdpa_kernels`).
+Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. With a mask tensor
+its backward may return NaN, and for wider heads torch may refuse it. So we disable cuDNN in both
+cases (`choose_sdpa_kernels`).
 
 Who decides: cp.choose_attention picks an AttentionKernel for each window of a model: SDPA (this
 file), MATH (operations.py) or Triton's (flash.py). flash.py calls this file where its kernels do
@@ -64,7 +73,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Compute the block's dq, dk and dv. o, lse: of all blocks of the row, merged."""
+    """Compute the block's dq, dk and dv. o, lse: the row's, merged from all blocks."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, dropout_p=0.0, is_causal=False)
 
@@ -94,7 +103,7 @@ def set_sdpa_order() -> AbstractContextManager:
     """Let torch take the first kernel of SDPA_ORDER that runs, until this process ends.
 
     Entering and leaving the context at each call would take 25 of the call's 32 us. `cache` keeps
-    the context alive, because Python leaves a context that it frees.
+    the context manager alive: if it were garbage-collected, it would exit and restore the old order.
     """
     context = sdpa_kernel(SDPA_ORDER, set_priority=True)
     context.__enter__()
@@ -104,8 +113,8 @@ def set_sdpa_order() -> AbstractContextManager:
 def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
     """Set, before a call on a GPU, which kernels torch may choose.
 
-    These are all of SDPA_ORDER, except cuDNN for wide heads and with a mask tensor. With a mask its
-    backward returns NaN for some lengths (pytorch#196678).
+    These are all of SDPA_ORDER. cuDNN is excluded for heads wider than CUDNN_WIDTH, and with a mask
+    tensor: its backward then returns NaN for some lengths (pytorch#196678).
     """
     set_sdpa_order()
     torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
@@ -114,7 +123,7 @@ def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
 # ---- attention of whole sequences -----------------------------------------------------------------------------------
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend to all keys, without saving scores (unless torch has to take its kernel "math").
+    """Attend to all keys, without saving scores (unless no fused kernel takes the call).
 
     q: [B, N, rows, D]; k, v: [B, K, columns, D] -> o [B, N, rows, D].
     """
@@ -131,7 +140,7 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 # ---- attention of one block of keys ---------------------------------------------------------------------------------
 # What sdpa_forward and sdpa_backward add to plain_forward and plain_backward: a mask, the kernels
-# of GPUs, and a lse of -inf for rows that see no key of the block, so that merging leaves these
+# of GPUs, and an lse of -inf for rows that see no key of the block, so that merging leaves these
 # rows as they are.
 
 def check_heads(q: Tensor, k: Tensor) -> None:
@@ -141,21 +150,21 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 
 def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Attend to one block of keys: (o [B, N, rows, D], lse [B, N, rows])."""
+    """Attend to one block of keys: see AttentionKernel.forward in operations.py."""
     check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda:
         return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias)
-    if bias is not None:  # for rows that see no key this kernel returns another logsumexp than -inf
+    if bias is not None:  # for rows that see no key this kernel returns o = 0, but a log-sum-exp other than -inf
         lse = lse.masked_fill(bias.isneginf().all(-1), -torch.inf)
     return o, lse
 
 
 def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the block's dq, dk and dv. o, lse: of all blocks of the row, merged."""
+    """Compute the gradients of one block: see AttentionKernel.backward in operations.py."""
     check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
     if q.is_cuda:
@@ -183,8 +192,10 @@ def has_gpu_kernel(q: Tensor, kind: str) -> bool:
 
 
 def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN, or for wider heads by FlashAttention. cuDNN makes a plan for each new
-    shape."""
+    """Attend with cuDNN, or with flash for heads wider than CUDNN_WIDTH.
+
+    The first call with a shape is slow, because cuDNN makes a plan for it.
+    """
     is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
     if q.shape[-1] > CUDNN_WIDTH:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=is_causal)[:2]
@@ -195,7 +206,7 @@ def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Te
 
 def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                  mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients by the kernel that gpu_forward took.
+    """Compute gradients with the kernel that gpu_forward used.
 
     The order of their sums varies, unless torch.use_deterministic_algorithms is on.
     """
