@@ -14,16 +14,19 @@
 
 Backward needs the activations of forward, and until then they fill the memory. Full recomputation
 keeps only the input of each block, and runs the whole block again. Selective recomputation repeats
-only functions that are cheap to compute and have large results.
+only functions that are cheap to compute and have large results. In this file a block is a layer of
+the model, attention and feed-forward. (In cp.py and sdpa.py it is a block of attention scores.)
 
     mode         Saves                                            Costs
-    full         all activations of a block except its input;     a second forward, without each layer's
-                 n ranks with equal inputs keep 1/n each          last matmul: 23% (GPT-3) to 28%
-                                                                  (DeepSeek-V3) more FLOPs in the layers;
-                                                                  one all-gather per block if n > 1
-    selective    the results of norms and of SwiGLU; the keys     their memory traffic, and a copy;
-                 and values of latent attention (mla.py);         matmuls only for latents, or with
-                 with --attention math also the scores            --attention math
+    full         all activations of a block except its input,     a second forward, without each layer's
+                 of which each of n ranks with equal inputs       last matmul: 23% (GPT-3) to 28%
+                 keeps 1/n                                        (DeepSeek-V3) of the FLOPs of forward
+                                                                  and backward of the layers; one
+                                                                  all-gather per block where ranks
+                                                                  keep 1/n each
+    selective    the results of norms and of SwiGLU; keys and     their memory traffic, and a copy;
+                 values computed from latents (mla.py);           matmuls are repeated only for latents,
+                 with --attention math also the scores            and with --attention math
 
 Stops helping when: the memory is filled by something else: by the inputs of the blocks themselves,
        the logits or the model state. `python -m plan memory --preset NAME` prints the bytes that
@@ -32,9 +35,10 @@ Stops helping when: the memory is filled by something else: by the inputs of the
 Easily got wrong:
 - The second run of a block must decide as the first did. So a block draws no random numbers, and
   the second run takes over decisions such as the experts of a token (`decide_once`).
-- The second run only prepares a backward. It skips results that no backward reads
-  (`is_recomputing`): the last matmul of a feed-forward layer, and the exchanges that combine the
-  results of experts and merge them over tensor parallel ranks.
+- The second run only prepares a backward. Its output may have wrong values, and only serves to call
+  torch.autograd.backward(output, grad). So layers skip what no backward reads: the last matmul of a
+  feed-forward layer, and the exchanges that combine the results of experts and merge them over
+  tensor parallel ranks. Layers ask `is_recomputing` for that (tp.py, ep.py, model.py).
 - `drop` has a contract: a dropped result must not be read too early. An example breaks it below.
 
 Chen et al. 2016; Rajbhandari et al. 2020 (ZeRO, sections 6 and 8: sharded checkpoints, the arena);
@@ -55,7 +59,11 @@ from core.collectives import ALONE, Group, all_gather, run_demo
 # ---- the plain version: full recomputation of one block -------------------------------------------------------------
 
 class PlainCheckpoint(Function):
-    """Compute block(x) and save only x. Inside the forward of a Function autograd is off."""
+    """Compute block(x) and save only x.
+
+    Inside the forward of a Function autograd is off, so nothing else is saved. The block runs again,
+    with autograd on, just before its own backward.
+    """
 
     @staticmethod
     def forward(ctx, block, x):
@@ -68,7 +76,7 @@ class PlainCheckpoint(Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()  # a leaf: the new graph has only this block
         with torch.enable_grad():
             y = ctx.block(x)
-        torch.autograd.backward(y, grad)  # adds the gradients of the block's weights, and sets x.grad
+        torch.autograd.backward(y, grad)  # adds to the gradients of the block's weights, and sets x.grad
         return None, x.grad
 
 
@@ -93,7 +101,7 @@ def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Checkpoint(Function):
     """Compute function(*inputs) and save only the inputs.
 
-    arena: holds the input, which then is the only one. None: autograd saves the inputs.
+    arena: holds the input. There must be only one. None: autograd saves the inputs.
     """
 
     @staticmethod
@@ -123,9 +131,10 @@ def is_recomputing() -> bool:
     """Whether a block runs for the second time, just before its own backward.
 
     A layer may then skip results that no backward reads, and keep results that its backward is
-    about to read. For example, with sequence parallelism column parallel layers (tp.py) keep their
-    gathered inputs, because their weight gradients would gather them again. In a split backward
-    (pp.py) they do gather them again: the queue of weight gradients would keep them too long.
+    about to read. For example, with sequence parallelism the second run keeps the gathered inputs
+    of column parallel layers (tp.py), so that weight gradients need not gather them again. It does
+    not keep them where backward is split (schedules.py), because they would then wait in a queue
+    until the weight gradients are computed.
     """
     return _recomputing
 
@@ -155,11 +164,12 @@ class CheckpointArena:
     """Memory for the saved inputs of `slots` blocks, in one allocation that every step uses again.
 
     group: n ranks with equal inputs, such as tensor parallel ranks without sequence parallelism.
-        Each saves 1/n of an input, and backward all-gathers it.
+        Each saves 1/n of an input, and backward all-gathers the parts.
     """
 
     def __init__(self, slots: int, x: Tensor, group: Group = ALONE, rows: Callable | None = None):
-        """x: any tensor with the shape and dtype of an input. rows: see Recompute."""
+        """x: any tensor with the shape and dtype of an input. rows: makes the buffer that holds the
+        inputs, in the host's memory (see Recompute). None: it is on the device of x."""
         if x.numel() % group.size:
             raise ValueError(f"{group.size} ranks cannot share a checkpoint of {x.numel()} elements in equal parts")
         self.group, self.shape, each = group, x.shape, x.numel() // group.size
@@ -177,10 +187,11 @@ class CheckpointArena:
     def restore(self, slot: int) -> Tensor:
         """Return the whole input and free its slot.
 
-        The tensor is valid until the next input is saved or restored.
+        The tensor is valid until the next input is saved or restored. That is long enough, because
+        nothing is saved or restored before the backward of this block is over.
         """
         shard = self.shards[slot]
-        self.free_slots.append(slot)  # nothing is saved before this block's backward is over
+        self.free_slots.append(slot)
         if self.group.size > 1:
             shard = all_gather(self.whole, shard, self.group).wait()
         return shard.view(self.shape)
@@ -197,30 +208,32 @@ class CheckpointArena:
 # The contract has two parts:
 #
 # - After the drop, nothing in forward reads h, asynchronous collectives included.
-# - Every backward that reads h runs after the backward of y has begun. This is so if every result
-#   that is computed from h leads to y.
+# - Every backward that reads h runs after the backward of y has begun. This holds if y is computed
+#   from every result that is computed from h.
 #
 # Here is an example that breaks the second part:
 #
 #     h = norm(x)
 #     y = linear(h)
-#     z = gate(h)                 computed from h, but does not lead to y
+#     z = gate(h)                 computed from h, but y is not computed from z
 #     drop(h, y, norm, x)
 #     (y + z).sum().backward()
 #
 # Autograd begins with the operation that forward ran last. So the backward of gate runs before the
 # backward of y, and reads h while its storage is empty. This does not make gradients silently wrong:
 # torch raises "storage of size 0", or the process crashes at a null pointer. The same happens if
-# forward reads h after the drop. To mend the example, name a result to which both lead:
+# forward reads h after the drop. To mend the example, name a result that is computed from both:
 #
 #     out = y + z
 #     drop(h, out, norm, x)
 
 def drop(out: Tensor, until: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Free the memory of out = function(*inputs); refill it when the backward of `until` begins.
+    """Free the memory of `out`, and compute it again when the backward of `until` begins.
 
-    out: a tensor that fills its storage, not a view of a part. Saved views of it are refilled, too.
-    until: a result to which everything leads that has been computed from `out`. If it requires no
+    out: function(*inputs), a tensor that fills its storage: not a view of a part. Saved views of it
+        are refilled, too.
+    until: every operation that saved `out` must be an ancestor of `until` in autograd's graph. Its
+        backward then runs after the hook of `until`, which refills `out`. If `until` requires no
         gradient, no backward will come, and nothing is freed.
     function: must return the same values in its second run. Nobody checks this.
     """
@@ -228,13 +241,15 @@ def drop(out: Tensor, until: Tensor, function: Callable[..., Tensor], *inputs: T
         return
     storage = out.untyped_storage()
     assert storage.nbytes() == out.nbytes, "drop frees a whole storage, and this is a view of it"
-    nbytes, out, inputs = storage.nbytes(), out.data, [x.detach() for x in inputs]  # without autograd's graph
+    # Without autograd's graph. out.data, unlike out.detach(), has a version counter of its own, so autograd does not
+    # take the refill for a change of a saved tensor, which it would refuse.
+    nbytes, out, inputs = storage.nbytes(), out.data, [x.detach() for x in inputs]
     storage.resize_(0)
 
     @torch.no_grad()
     def refill(_) -> None:
         storage.resize_(nbytes)
-        out.copy_(function(*inputs))  # .data has a version counter of its own: autograd takes this for no change
+        out.copy_(function(*inputs))
         hook.remove()  # and with it `out` and `inputs`, which would live until all of backward is over
 
     hook = until.register_hook(refill)
@@ -251,9 +266,9 @@ class Recompute:
     mode: "none", "selective" or "full". The other arguments are for "full":
     slots: the largest number of inputs that are saved at once.
     group: ranks with equal inputs, each of which saves an equal part. ValueError if it cannot.
-    rows: makes the matrix [slots, elements] that holds the inputs. None: a tensor on the device.
-        With --offload activations it is HostRows of run/offload.py: a matrix in the host's memory.
-        It starts to fetch an input while the backward of the block after it runs.
+    rows: makes the buffer [slots, elements] that holds the inputs. None: it is on the device. With
+        --offload activations `rows` is HostRows of run/offload.py: the buffer is in the host's
+        memory, and an input is fetched while the backward of the block after it runs.
     """
 
     def __init__(self, mode: str = "none", slots: int = 1, group: Group = ALONE, rows: Callable | None = None):
@@ -261,8 +276,13 @@ class Recompute:
         self.arena: CheckpointArena | None = None
 
     def start_forward(self) -> None:
-        """Call this before every forward, because offloaded inputs come back in the reverse order
-        of one forward."""
+        """Call this before every forward, because offloaded inputs are prefetched in the reverse
+        order of one forward.
+
+        Without the call, reading the first input of this forward would prefetch the last input of
+        the forward before it. If that input had been used already, its slot would later return old
+        values.
+        """
         if self.arena and self.rows:
             self.arena.shards.start_forward()
 
@@ -283,7 +303,7 @@ class Recompute:
 # ---- demo: python recompute.py --------------------------------------------------------------------------------------
 
 def layer(x: Tensor, w_up: Tensor, w_down: Tensor, recompute: Recompute) -> Tensor:
-    """The layer of the figure, with SiLU in place of SwiGLU, and a residual connection."""
+    """Compute the layer of the figure, with SiLU in place of SwiGLU, and a residual connection."""
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:])
 
@@ -297,8 +317,8 @@ def layer(x: Tensor, w_up: Tensor, w_down: Tensor, recompute: Recompute) -> Tens
 
 
 def kept_bytes(saved: list[Tensor], weights: list[Tensor], recompute: Recompute) -> int:
-    """Add up the memory behind saved tensors, each storage once, without the weights. A dropped
-    storage is empty."""
+    """Add up the memory behind saved tensors, without the weights. Each storage counts once, and a
+    dropped storage is empty."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
     for weight in weights:
         storages.pop(weight.untyped_storage().data_ptr(), None)
@@ -310,7 +330,7 @@ def demo() -> None:
     """Count what eight layers keep between forward and backward, and the FLOPs of both, in every
     mode."""
     torch.manual_seed(0)
-    x = torch.randn(256, 128, requires_grad=True)
+    x = torch.randn(256, 128, requires_grad=True)  # an activation has 256 rows, each weight 128
     weights = [torch.randn(128, 128).div(11).requires_grad_() for _ in range(16)]
     print("Eight layers as in the figure. Kept between forward and backward, and FLOPs of both (█: 2 activations):\n")
     grads = {}
