@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 import sdpa
-from operations import Mask, attention_math
+from operations import Mask, attention_math, math_forward
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a test on the GPU may have set the order already")
 
@@ -61,6 +61,19 @@ def test_blocks_that_no_fused_operator_of_a_gpu_takes_are_computed_by_matmuls(mo
     fused = {width for width in widths if width in range(8, 257, 8) and dtype.itemsize == 2 and not mask.window}
     assert called == [f"{'gpu' if width in fused else 'math'} {way}" for width in widths
                       for way in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("forward", [sdpa.sdpa_forward, math_forward])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows, columns", [(24, 24), (300, 600), (2, 3)])
+def test_rows_that_see_no_key_of_a_block_have_no_weight_and_are_zeros(forward, dtype, rows, columns):
+    """cp.merge multiplies such rows by 0, which does not remove NaN. flash.py's are in test_flash.py."""
+    queries, keys = torch.arange(rows)[None] % 2, torch.zeros(1, columns, dtype=torch.long)  # odd rows see no key
+    q, k, v = (torch.randn(1, heads, length, 16, dtype=dtype)
+               for heads, length in ((4, rows), (2, columns), (2, columns)))
+    o, lse = forward(q, k, v, Mask(causal=False, documents=(queries, keys)))
+    assert lse[:, :, 1::2].isneginf().all() and not o[:, :, 1::2].any()
+    assert lse[:, :, 0::2].isfinite().all() and o[:, :, 0::2].any(-1).all()
 
 
 @pytest.fixture
