@@ -8,11 +8,11 @@
     tensor parallelism            -                 all-reduce dX        all-reduce Z        -
     and sequence parallelism      all-gather X      reduce-scatter dX    reduce-scatter Z    all-gather dZ
 
-Two matrices that follow each other, Z = act(X A^T) B^T, are sharded as a pair; in the figure t = 2.
-A rank has some rows of A and the same columns of B. It computes its part Y_r of the hidden channels
-without communication, because act treats channels (or the heads of attention) independently of each
-other. Y_r B_r^T is one term of Z, and g sums the terms over the ranks. So a pair communicates only
-at its ends, in f and in g.
+Two matrices that follow each other are sharded as a pair: S = X A^T, Y = act(S), Z = Y B^T. In the
+figure t = 2. A rank has some rows of A and the same columns of B. It computes its part Y_r of the
+hidden channels without communication, because act treats channels (or the heads of attention)
+independently of each other. Y_r B_r^T is one term of Z, and g sums the terms over the ranks. So a
+pair communicates only at its ends, in f and in g.
 
 A is "column parallel", because its rows are columns of A^T; B is "row parallel". A transformer
 layer is two pairs: the projections to queries, keys and values with attention's output projection,
@@ -23,23 +23,26 @@ residual additions between pairs. With it, a rank has only T/t tokens there. Nor
 need no communication, because they treat tokens independently of each other.
 
 Symbols: t ranks, T tokens of a micro-batch (all its sequences, flattened), H hidden, V vocabulary.
-         A is [R, H] and B is [H, C]; a rank has [R/t, H] and [H, C/t]. R is C, or 2 C with SwiGLU.
+         A is [R, H] and B is [H, C]; a rank has [R/t, H] and [H, C/t]. In a feed-forward layer, R is
+         C, or 2 C with SwiGLU. In attention, R counts the rows of wq, wk and wv together. A rank has
+         at least one head of wk and wv, which is more than R/t rows if t exceeds the KV heads.
          [T/t, H] is a rank's tensor between pairs. Without sequence parallelism, read it as [T, H].
-         Capitals (X, S, Y, Z) have all T tokens; x and z have the rank's T/t. In code of one rank, A,
-         B, S and Y are that rank's parts A_r, B_r, S_r and Y_r.
+         In the formulas of one rank, A, B, S and Y are its parts A_r, B_r, S_r and Y_r. Capitals X,
+         S, Y and Z have all T tokens, and x and z have the rank's T/t. In code, variables are in
+         lower case either way.
 
-Saves: A rank stores 1/t of the matrices of each pair (at least one head of wk and wv), and 1/t of
-       the embedding and the head. It also stores 1/t of their gradients and optimizer states, and
-       1/t of the activations inside a pair. With sequence parallelism, the same holds for the
-       activations between pairs.
-Costs: A layer has two pairs: 4 all-reduces of T H elements in forward and backward. With sequence
-       parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes. 2 more all-gathers fetch
-       X in backward, and 2 more fetch dZ if backward is split.
-       The embedding needs a g, the head an f, and the loss 3 numbers per token.
-Stops helping when: Ranks are not on one fast network, because every layer waits for it. Or R/t and
-       C/t are too small for fast matmuls.
-Easily wrong: With sequence parallelism, norms see different tokens on each rank. The gradients of
-       their weights are then terms of a sum over tp ranks (`along={"tp": "partial"}` in
+Saves: A rank stores 1/t of the matrices of each pair, of the embedding and of the head. It also
+       stores 1/t of their gradients and optimizer states, and 1/t of the activations inside a pair.
+       With sequence parallelism, the same holds for the activations between pairs.
+Costs: A layer has two pairs. They make 4 all-reduces of T H elements: 2 in forward and 2 in
+       backward. With sequence parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes.
+       2 more all-gathers fetch X in backward, and 2 more fetch dZ if backward is split.
+       The embedding needs a g, the head an f, and the loss all-reduces 3 numbers per token.
+Stops helping when: Ranks are not on one fast network: every layer waits for communication. Or R/t
+       and C/t are too small for fast matmuls.
+
+Easily got wrong: With sequence parallelism, norms see different tokens on each rank. The gradients
+       of their weights are then terms of a sum over tp ranks (`along={"tp": "partial"}` in
        core/param.py; zero.py computes the sum).
 
 Shoeybi et al. 2019 (f, g); Korthikanti et al. 2022 (sequence parallelism; their g is our f, and
@@ -98,7 +101,7 @@ MakeParameter = Callable[[Spec], nn.Parameter]  # makes this rank's shard of a p
 
 class PlainColumn(nn.Module):
     """f, then S_r = X A_r^T: [T, H] -> [T, R/t]. a: the whole matrix A [R, H]. This rank keeps its rows, A_r."""
-    f = Identity__AllReduce.apply
+    f = Identity__AllReduce.apply  # bound to its class already, so self.f(x, group) does not pass self
 
     def __init__(self, a: Tensor, group: Group):
         super().__init__()
@@ -129,6 +132,9 @@ class PlainRow(nn.Module):
 # ---- sequence parallelism -------------------------------------------------------------------------------------------
 # Only f and g change. An all-reduce is a reduce-scatter followed by an all-gather. Now g does the
 # first half, and the f of the next pair does the second half. In between, a rank has T/t tokens.
+#
+# The other autograd Functions are in core/collectives.py. This one is here because only the plain
+# layers use it: the real layers below call its collectives in a backward of their own.
 
 class ReduceScatter__AllGather(Function):
     """Each rank has one term of the sum, and gets the sum of its own rows: [T, ...] -> [T/t, ...]."""
@@ -158,11 +164,11 @@ class PlainSequenceRow(PlainRow):
 #
 #                   plain layers                     real layers
 #     Column saves    X [T, H]                         x [T/t, H]; backward gathers X again
-#     exchanges       the computation waits for each   Column's backward hides two under its matmuls
+#     collectives     the computation waits for each   Column's backward hides two under its matmuls
 #     dA, dB          tensors that autograd adds up    added to gradient buffers: core/gradients.py
 #     wq, wk, wv      three layers                     one layer: one gather, one matmul, one dX
 #
-# So their backward is written by hand. This is what it would be if no exchange were hidden.
+# So their forward and backward are written by hand. Without hidden collectives, they would read:
 #
 #     Column    forward     X = gather(x)         f
 #                           S = X A^T             saves x
@@ -178,9 +184,9 @@ class PlainSequenceRow(PlainRow):
 #                           dB += dZ^T Y
 
 class TensorParallel(NamedTuple):
-    """Which exchanges layers make. Functions take it as `tp`.
+    """The collectives that layers call. Functions take it as `tp`. A Pending is a collective in flight.
 
-    group: by default one rank, which exchanges nothing.
+    group: by default one rank, which sends nothing.
     sequence: sequence parallelism. Between pairs each rank has T/t contiguous tokens, in rank order.
     async_tp: asynchronous tensor parallelism (the last section). It needs `sequence`, and does not
     work with FP8.
@@ -197,7 +203,7 @@ class TensorParallel(NamedTuple):
         """Start f's forward, or g's backward: [T/t, H] -> [T, H], in rank order."""
         if self.sequence:
             return gather_rows(x, self.group, async_op=True)
-        return done(x)
+        return done(x)  # a Pending that has its result already
 
     def reduce(self, terms: Tensor) -> Pending:
         """Start g's forward, or f's backward: [T, H] -> [T/t, H], summed over ranks.
@@ -219,23 +225,27 @@ class TensorParallel(NamedTuple):
         return Identity__AllReduce.apply(x, self.group)
 
 
-# Weights are inputs of the Functions below, although they get None as their gradient. Autograd then
-# runs their hooks, which tell a weight's bucket (dp.py, zero.py) that its gradient is complete.
+# Weights are inputs of the Functions below, although they get None as their gradient. Autograd runs
+# a parameter's post-accumulate-grad hook even then, which tests/test_gradients.py checks. The hook
+# tells the weight's bucket (dp.py, zero.py) that its gradient is complete.
 #
-# Four features each change a line or two of the pseudo-code above.
+# Five features each change a line or two of the pseudo-code above.
 #
-#     mm                  the three products of a layer: `Matmul` below, or in FP8 an fp8.Fp8
-#     tp.async_tp         an exchange and a product are one function; see the last section
-#     is_recomputing()    full recomputation runs a block's forward again, just before its backward.
-#                         Column then saves X, and does not gather again. Row skips its product,
-#                         because backward does not read it.
-#     is_deferring()      the first half of a split backward (zero-bubble pipelines) computes dx and
-#                         dY, and queues dA and dB for the second half
+#     mm                  The three products of a layer: `Matmul` below, or in FP8 an fp8.Fp8.
+#     tp.async_tp         A collective and a product are one function; see the last section.
+#     is_recomputing()    Full recomputation runs a block's forward again, just before its backward.
+#                         Column then saves X, and does not gather it again in backward.
+#     skip                In that second forward, the caller (model.FeedForward) tells the block's last
+#                         Row to skip its product. The result is only added to the residual stream,
+#                         so no backward reads it. Attention's Row never skips its product, because
+#                         the norm after it reads the result.
+#     is_deferring()      The first half of a split backward (zero-bubble pipelines) computes dx and
+#                         dY, and queues dA and dB for the second half.
 
 class Column(Function):
     """f, then S = X A^T: [T/t, H] -> [T, R/t].
 
-    weights: A_r, or the parts of A_r, one below the other (wq, wk and wv of this rank's heads).
+    weights: A_r, or the parts that A_r is stacked from, such as wq, wk and wv of this rank's heads.
     defer: False to compute dA in the first half of a split backward, too.
     """
 
@@ -243,7 +253,7 @@ class Column(Function):
     def forward(ctx, x, tp, mm, defer, *weights):
         assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
         ctx.tp, ctx.mm, ctx.defer = tp, mm.begin(), defer
-        ctx.weights = weights  # not saved: hooks of saved tensors may return copies, which have no bucket
+        ctx.weights = weights  # not saved: saved_tensors_hooks may return a copy, without the parameter's `sink`
         if tp.async_tp:
             product, gathered = all_gather_matmul(x, stacked_weight(weights).t(), tp.group)
         else:
@@ -253,7 +263,7 @@ class Column(Function):
         ctx.save_for_backward(gathered if ctx.saves_gathered else x)
         return product
 
-    # Two exchanges of backward run under its two matmuls.
+    # Two collectives of backward run under its two matmuls.
     #
     #     before    network    ├─ gather X ─┤               ├─ reduce dX ─┤
     #               compute                 ├─ dX = dS A ──┤              ├─ dA += dS^T X ─┤
@@ -283,7 +293,8 @@ class Row(Function):
     Backward waits for dZ, because both of its products depend on dZ. Only asynchronous tensor
     parallelism hides this gather.
 
-    weight: B_r. skip: return zeros instead, in a recomputed block whose backward does not read Z.
+    weight: B_r.
+    skip: return zeros, for a recomputed block whose backward does not read Z. The caller decides.
     """
 
     @staticmethod
@@ -315,9 +326,10 @@ class Row(Function):
 
 
 class Matmul:
-    """The three products of a linear layer Y = X W^T, where W is all weights, one below the other.
+    """The three products of any linear layer Y = X W^T, where W is all its weights, stacked.
 
-    fp8.Fp8 has the same methods, and multiplies in FP8.
+    These letters are not the letters of a pair: Column's S = X A^T and Row's Z = Y B^T are both
+    Y = X W^T here. fp8.Fp8 has the same methods, and multiplies in FP8.
     """
 
     def begin(self) -> "Matmul":
@@ -329,7 +341,10 @@ class Matmul:
         return x @ stacked_weight(weights).t()
 
     def prepare_grad(self, dy: Tensor) -> Any:
-        """Return dY as dgrad and wgrad take it: in FP8 quantised, with the same scale in each call."""
+        """Return dY as dgrad and wgrad take it.
+
+        In FP8, dY is quantised. Calling this again for the same gradient gives the same scale.
+        """
         return dy
 
     def dgrad(self, dy: Any, weights: Params) -> Tensor:
@@ -386,6 +401,11 @@ class VocabParallelEmbedding(nn.Module):
         return self.look_up(tokens, tp)
 
     def look_up(self, tokens: Tensor, tp: TensorParallel) -> Tensor:
+        """Return the same as a call of the module, without running its hooks.
+
+        Multi-token prediction (model.py) calls this from another unit of ZeRO, where the hooks of
+        this module must not run.
+        """
         vocab_size = self.table.spec.shape[0]
         torch._assert_async((tokens < vocab_size).all(), f"a token is not below {vocab_size}")  # see check_labels
         return Embed.apply(tokens, self.table, tp)
@@ -426,16 +446,17 @@ def local_index(tokens: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
 #     loss = logsumexp - (logit of the label)
 #     logsumexp = m + log(sum over r of exp(l_r - m)),    m = max over r of l_r
 #
-# That takes three numbers per token: one all-reduce of m, and one of two sums. The second sum is of
-# the label's logit, which is 0 on ranks that do not have the label.
+# Three numbers per token are all-reduced: first m, then two sums. The second sum is of the label's
+# logit, which is 0 on ranks that do not have the label.
 
 class VocabParallelHead(nn.Module):
-    """Compute logits [T, V/t] of [T/t, H] with a table [V/t, H], or with labels [T] the sum of the tokens' losses.
+    """Return logits [T, V/t] of [T/t, H]. Given labels [T], return the sum of the tokens' losses instead.
 
-    weight: the embedding's table, if the two are tied and this rank has it.
+    weight: the embedding's table [V/t, H], if the two are tied and this rank has it. By default the
+    head makes a table of its own.
     z_loss: see cross_entropy.
     loss_grad: the gradient that the sum will have in backward (default 1). Only the fused kernel
-    needs it in forward.
+    needs it in forward, because it already computes the gradients there.
     """
 
     def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
@@ -448,7 +469,7 @@ class VocabParallelHead(nn.Module):
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0  # an evaluation's loss is the cross-entropy
         vocab_size = self.weight.spec.shape[0]
         if labels is not None and uses_kernels(x):  # this kernel never stores all logits
-            from kernels import linear_cross_entropy  # needs Triton, which a CPU does without
+            from kernels import linear_cross_entropy  # imported here, because only GPUs have Triton
             x = tp.gather_with_grad(x) if tp.size > 1 else x
             return linear_cross_entropy(x, self.weight, labels, z_loss=z_loss, vocab_size=vocab_size, group=tp.group,
                                         loss_grad=loss_grad)
@@ -506,18 +527,27 @@ class CrossEntropy(Function):
         return out.to(logits.dtype), None, None, None, None
 
 
-# ---- asynchronous tensor parallelism: rings that hide an exchange under the layer's own matmul ----------------------
-# Where Column's backward hides an exchange, the matmul beside it does not depend on it. Elsewhere
-# there is no such matmul: in forward, in Row's backward, and in a split backward. With --sp async,
-# an exchange is split into steps round a ring of ranks. Each step moves one shard of tokens, and is
-# hidden under the matmul of another shard.
+# ---- asynchronous tensor parallelism: collectives hidden under the layer's own matmul -------------------------------
+# Column's backward hides each collective under a matmul that does not depend on it. Elsewhere there
+# is no such matmul: in forward, in Row's backward, and in a split backward. With --sp async, the
+# collective is split into steps round a ring of ranks. Each step moves one shard of tokens, and is
+# hidden under the matmul of another shard. `shift` starts a step: it sends to the next rank, and
+# receives from the previous one.
 #
-# Where kernels.py runs, torch's operators take these steps: ranks copy each other's shards from
-# symmetric memory, which all of them must reach (NVLink). That takes few calls, and no kernels of
-# NCCL, which would take SMs from the matmuls.
+# On GPUs, two operators of torch do the same with direct copies between peers in symmetric memory
+# (NVLink), not in a ring. No kernels of NCCL take SMs from the matmuls.
+#
+#     fused_all_gather_matmul        A rank copies each shard from the rank that it belongs to, while
+#                                    it multiplies another shard.
+#     fused_matmul_reduce_scatter    A rank computes a term for every other rank, which copies it
+#                                    while the next term is computed. So each rank collects the t
+#                                    terms of its own tokens, and sums them at the end.
+#
+# They send as many bytes as a ring. `calling` counts the call and the bytes, as core/collectives.py
+# does for its own collectives.
 
 
-# On rank 0 of 3. X[r] are the tokens of rank r.
+# The ring on rank 0 of 3. X[r] are the tokens of rank r.
 #
 #     before    network    ├─ gather X ─┤
 #               compute                 ├─ X[0] A^T ─┤├─ X[1] A^T ─┤├─ X[2] A^T ─┤
@@ -526,7 +556,10 @@ class CrossEntropy(Function):
 #               compute    ├─ X[0] A^T ─┤├─ X[2] A^T ─┤├─ X[1] A^T ─┤
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return (gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H]."""
+    """Return (gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H].
+
+    Column's forward passes x and A^T. Row's backward passes dz and B, [H, C/t].
+    """
     n, me = group.size, group.rank
     x = x.contiguous()
     if n > 1 and uses_kernels(x):
@@ -546,8 +579,8 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     return product, gathered
 
 
-# On rank 0 of 3. Y[r] and Z[r] belong to the tokens of rank r. The sum Z[r] travels round the ring.
-# Every rank adds its term Y[r] B^T, and rank r gets the complete sum.
+# The ring on rank 0 of 3. Y[r] and Z[r] belong to the tokens of rank r. The sum Z[r] travels round
+# the ring. Every rank adds its term Y[r] B^T, and rank r gets the complete sum.
 #
 #     before    network                                              ├─ reduce-scatter Z ─┤
 #               compute    ├─ Y[0] B^T ─┤├─ Y[1] B^T ─┤├─ Y[2] B^T ─┤
@@ -556,7 +589,10 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
 #               compute    ├─ Y[2] B^T ─┤├─ Y[1] B^T ────────────┤├─ Y[0] B^T ────────────┤
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
-    """Return this rank's tokens of x @ matrix, summed over ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H]."""
+    """Return this rank's tokens of x @ matrix, summed over ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H].
+
+    Row's forward passes Y and B^T. Column's backward, if it is split, passes dS and A, [R/t, H].
+    """
     n, me = group.size, group.rank
     if n > 1 and uses_kernels(x):
         with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
