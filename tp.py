@@ -251,7 +251,7 @@ class Column(Function):
 
     @staticmethod
     def forward(ctx, x, tp, mm, defer, *weights):
-        assert not tp.async_tp or (tp.sequence and mm is MATMUL), "the ring shards tokens, and knows no FP8"
+        check_async(tp, mm)
         ctx.tp, ctx.mm, ctx.defer = tp, mm.begin(), defer
         ctx.weights = weights  # not saved: saved_tensors_hooks may return a copy, without the parameter's `sink`
         if tp.async_tp:
@@ -299,6 +299,7 @@ class Row(Function):
 
     @staticmethod
     def forward(ctx, y, tp, mm, skip, weight):
+        check_async(tp, mm)
         ctx.save_for_backward(y)
         ctx.tp, ctx.mm, ctx.weights = tp, mm.begin(), (weight,)
         if skip:
@@ -357,6 +358,13 @@ class Matmul:
 
 
 MATMUL = Matmul()
+
+
+def check_async(tp: TensorParallel, mm: Matmul) -> None:
+    """AssertionError if asynchronous tensor parallelism is asked to do what it cannot."""
+    if tp.async_tp:
+        assert tp.sequence, "asynchronous tensor parallelism needs sequence parallelism: its rings shard tokens"
+        assert mm is MATMUL, "asynchronous tensor parallelism does not multiply in FP8"
 
 
 class ColumnParallelLinear(nn.Module):
@@ -650,12 +658,13 @@ def demo(group: Group) -> None:
         error = torch.maximum(error, difference.abs().max() / expected.abs().max())
         units = round(sent[group.axis] * t / max(t - 1, 1) / x.nbytes)
         if group.rank == 0:
-            print(f"    {title:24s}   {len(own_x)} tokens between pairs   sent: {units} x (t-1)/t of T H")
+            print(f"    {title:24s}   {len(own_x)} tokens between pairs   sent: {units} x (t-1)/t x T H elements")
     all_reduce(error, group, MAX)
     if group.rank == 0:
         if t > 1:
             print("\nSequence parallelism keeps 1/t of the tokens between pairs, and the plain layers send as much\n"
-                  "as before. The real ones send more: they save 1/t of X for backward, and gather it again.")
+                  "as before. With it, the real layers send more: they save 1/t of X for backward, and gather\n"
+                  "it again.")
         print(f"\nOne rank with whole matrices computes the same Z and dX. Relative difference: {error:.0e}")
 
 
