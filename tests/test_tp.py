@@ -118,6 +118,19 @@ def test_a_pair_of_matrices_equals_the_dense_one(pool, n):
         assert max(map(max, errors.values())) < 1e-13, errors
 
 
+def test_asynchronous_layers_refuse_whole_tokens_and_fp8():
+    x, matrix = torch.ones(4, 4), weight(torch.ones(4, 4))
+    eight_bits = fp8.Fp8(FP8_RECIPES["tensorwise"], torch.float32)
+    layers = {"column": lambda how, mm: Column.apply(x, how, mm, True, matrix),
+              "row": lambda how, mm: Row.apply(x, how, mm, False, matrix)}
+    for name, layer in layers.items():
+        assert torch.equal(layer(TensorParallel(sequence=True, async_tp=True), MATMUL), 4 * x), name
+        with pytest.raises(AssertionError, match="needs sequence parallelism"):
+            layer(TensorParallel(async_tp=True), MATMUL)
+        with pytest.raises(AssertionError, match="does not multiply in FP8"):
+            layer(TensorParallel(sequence=True, async_tp=True), eight_bits)
+
+
 def trained(column: str, row: str) -> tuple[float, list[torch.Tensor]]:
     """A two-layer MLP of the file's plain layers after three steps of AdamW: the last loss, and this rank's weights."""
     group, T = grids.everyone(), 24
