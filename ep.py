@@ -64,16 +64,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from core import collectives
 from core.collectives import (
     AllToAll__AllToAll,
     Group,
     all_reduce,
     all_to_all,
-    calls,
     exchange_rows,
     gather_rows,
     run_demo,
-    sent,
     sum_over_ranks,
     to_device,
 )
@@ -267,7 +266,8 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
         to_ranks = sort_copies(ranks, n, sum(sent))
 
         # 4. Exchange choices. Step 5 needs the experts of each copy; dispatch sends the copies.
-        experts = exchange_rows(to_ranks.permute(chosen).int(), received, sent, group)  # [M, k]
+        experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits=received, input_splits=sent,
+                                group=group)  # [M, k]
 
     # 5. Sort by expert. Subtraction numbers this rank's experts 0 to e - 1, and makes other ranks'
     #    experts ask for no row here.
@@ -432,13 +432,15 @@ class Combine(Function):
         if route.to_ranks is None:
             return y
         # The way back: this rank receives as many copies as it sent in dispatch.
-        return route.to_ranks.unpermute(exchange_rows(y, route.sent, route.received, route.group))
+        y = exchange_rows(y, output_splits=route.sent, input_splits=route.received, group=route.group)
+        return route.to_ranks.unpermute(y)
 
     @staticmethod
     def backward(ctx, grad):
         route = ctx.route
-        if route.to_ranks is not None:
-            grad = exchange_rows(route.to_ranks.permute(grad), route.received, route.sent, route.group)  # as dispatch
+        if route.to_ranks is not None:  # the splits are those of dispatch
+            grad = exchange_rows(route.to_ranks.permute(grad), output_splits=route.received, input_splits=route.sent,
+                                 group=route.group)
         return route.to_experts.permute(grad), None
 
 
@@ -563,7 +565,7 @@ class Router:
             gates = normalise(gates)
         gates = gates * self.model.router_scale
         if coefficients is not None:
-            loss = auxiliary_loss(self, logits, scores, info, coefficients)
+            loss = router_losses(self, logits, scores, info, coefficients)
             gates = AddAuxiliaryLoss.apply(gates, loss * info.aux_loss_scale)
             if not is_recomputing():
                 self.loss += loss.detach()
@@ -588,7 +590,8 @@ class RouterLogits(Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight, acc = weight, acc_dtype(x.dtype)
+        ctx.weight = weight
+        acc = acc_dtype(x.dtype)
         if x.is_cuda and x.dtype != acc:
             return torch.mm(x, weight.t(), out_dtype=acc)  # the same without a copy of X
         return x.to(acc) @ weight.to(acc).t()
@@ -632,7 +635,7 @@ class RoutingInfo(NamedTuple):
     """Which sequences this rank's T tokens belong to, and whether they are trained on."""
     sequence_ids: Tensor  # [T], the sequence of each token, 0 to B - 1; B for padding
     sequences: int  # B
-    groups: tuple[Group, ...] = ()  # groups whose ranks have different tokens of the same sequences
+    sequence_groups: tuple[Group, ...] = ()  # process groups whose ranks have different tokens of the same sequences
     # 1 / (sequences per step) times fp16's loss scale. None: no training, so no load is counted.
     aux_loss_scale: float | Tensor | None = None
 
@@ -662,7 +665,7 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 # Counts have no derivative. So both losses are sums over tokens, with coefficients that are known
 # once experts have been chosen: E c_e / (k S^2) for p_te, and 1 / S for the square.
 # `loss_coefficients` computes them from the counts of all ranks that have tokens of a sequence.
-# `auxiliary_loss` then sums over this rank's own tokens.
+# `router_losses` then sums over this rank's own tokens.
 
 class Balance(NamedTuple):
     """How the experts' loads are kept equal. By default nothing keeps them equal."""
@@ -681,7 +684,7 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
     """
     balance, k = router.balance, router.model.top_k
     B, c = len(counts), counts.to(router.bias.dtype)
-    for group in info.groups:
+    for group in info.sequence_groups:
         all_reduce(c, group)
     S = c.sum(-1, keepdim=True) / k  # 0 for a sequence of padding only, whose coefficients no token reads
     z = balance.z_loss / S  # always by sequence
@@ -691,8 +694,8 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
     return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
 
 
-def auxiliary_loss(router: Router, logits: Tensor, scores: Tensor, info: RoutingInfo,
-                   coefficients: tuple[Tensor, Tensor]) -> Tensor:
+def router_losses(router: Router, logits: Tensor, scores: Tensor, info: RoutingInfo,
+                  coefficients: tuple[Tensor, Tensor]) -> Tensor:
     """Return both losses of this rank's tokens, times their coefficients, summed over sequences."""
     aux, z = coefficients
     loss = logits.new_zeros(())
@@ -717,7 +720,8 @@ class AddAuxiliaryLoss(Function):
 
 
 @torch.no_grad()
-def update_biases(routers: list[Router], groups: tuple[Group, ...], apply: bool | Tensor = True) -> tuple:
+def update_biases(routers: list[Router], groups: tuple[Group, ...],
+                  apply: bool | Tensor = True) -> tuple[Tensor, Tensor]:
     """Move the biases after a step, and reset loads and losses, which are summed over the ranks of `groups`.
 
     apply: False after a step that was skipped, which moves no bias. Returns the largest load of an
@@ -796,8 +800,8 @@ def show_exchanges(group: Group) -> None:
 
     def run(way: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the results, and the gradients of tokens."""
-        calls.clear()
-        sent.clear()
+        collectives.calls.clear()
+        collectives.sent.clear()
         tokens = x.clone().requires_grad_()
         y = way(tokens)
         y.square().sum().backward()
@@ -810,7 +814,8 @@ def show_exchanges(group: Group) -> None:
     for title, way in {"plain, expert by expert": plain, "real, by a route": real}.items():
         sums[0] += (run(way) - expected).abs().sum()
         if group.rank == 0:
-            print(f"    {title:24s} {calls[group.axis]:14d} {sent[group.axis]:18d}")
+            calls, nbytes = collectives.calls[group.axis], collectives.sent[group.axis]
+            print(f"    {title:24s} {calls:14d} {nbytes:18d}")
     all_reduce(sums, group)
     if group.rank == 0:
         print("\nBy a route, all experts share a collective, and a token is sent to a rank once, even if the rank\n"
