@@ -23,7 +23,7 @@ The backward of dispatch is a combine of gradients, and the backward of combine 
 Symbols: E experts, e = E/n of them on each of n ranks; expert i is on rank i // e. A token uses k
          experts. H hidden, F the width inside an expert. Tokens, copies and rows are vectors [H]:
 
-         token    A rank routes T tokens, which belong to B sequences of S tokens.
+         token    A rank routes T tokens, which are parts of B sequences of S tokens.
          copy     A token that is sent to one rank. A rank sends U copies, and receives M copies.
          row      A received copy that one expert reads. The experts of a rank read R rows.
 
@@ -32,26 +32,28 @@ Symbols: E experts, e = E/n of them on each of n ranks; expert i is on rank i //
 
 Saves: A rank stores 1/n of the experts' weights and gradients, and of their optimizer state, which
        ZeRO may shard anyway.
-Costs: There are four exchanges: dispatch and combine in forward, and both in backward. Each sends
+Costs: There are four all-to-alls: dispatch and combine in forward, and both in backward. Each sends
        T u H (n-1)/n elements, where u is the number of ranks that have any of a token's experts. If
        all choices are equally likely, u = n (1 - C(E - e, k) / C(E, k)), with binomial coefficients
        C. That is 5.3 for k = 8 of 256 experts on 8 ranks. Full recomputation repeats dispatch.
 
        Shared experts, which every token uses, hide dispatch and its backward. Combine is not hidden.
 
-       The k expert numbers of each copy are sent before it, once and not hidden. With each dispatch
-       go its k gates, and in backward their gradients come back. Each of these is 4 k bytes.
+       The k expert indices of a copy are sent once, before the copy, and are not hidden. Dispatch
+       also sends the k gates of a copy, and its backward their gradients. Each of the three takes
+       4 k bytes per copy.
 
        Ranks exchange counts once per layer and micro-batch. The host waits for the device there, to
        learn how many rows there are.
 Stops helping when: Experts get too few rows for a fast matmul, or one expert gets so many that all
        ranks wait for it.
-Easily wrong: A rank computes its experts for the tokens of all n ranks, so the gradients of experts
-       are not summed over the n ranks. The router's gradient is, because each rank routes only its
-       own tokens.
 
-Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks: no row is dropped,
-and none is padded); DeepSeek-AI 2025 (DeepEP: one copy per rank).
+Easily got wrong: A rank computes its experts for the tokens of all n ranks, so the gradients of
+       experts are not summed over the n ranks. The router's gradient is, because each rank routes
+       only its own tokens.
+
+Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks: no token is
+dropped. Here no row is padded either, except in FP8); DeepSeek-AI 2025 (DeepEP: one copy per rank).
 """
 from collections.abc import Callable
 from functools import partial
@@ -83,6 +85,10 @@ from operations import swiglu
 from recompute import Recompute, decide_once, is_recomputing
 
 # ---- the plain version: a mixture of experts on one rank ------------------------------------------------------------
+# This is a layer:
+#
+#     chosen, gates = plain_router(x, weight, k)
+#     y = plain_mixture(x, chosen, gates, gate_up, down)
 
 def plain_router(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k experts of each token, and their gates: both [T, k]. x: [T, H]. weight: [E, H]."""
@@ -103,7 +109,7 @@ def plain_mixture(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, dow
     """
     y = torch.zeros_like(x)
     for i in range(len(gate_up)):
-        tokens, choice = (chosen == i).nonzero(as_tuple=True)  # expert i is the choice-th expert of these tokens
+        tokens, choice = (chosen == i).nonzero(as_tuple=True)  # expert i is a token's choice-th expert
         results = plain_expert(x[tokens], gate_up[i], down[i])
         y = y.index_add(0, tokens, gates[tokens, choice][:, None] * results)
     return y
@@ -119,7 +125,7 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 
     chosen, gates: [T, k], for this rank's tokens.
     gate_up, down: [e, 2F, H] and [e, H, F], the weights of this rank's experts.
-    x must require a gradient: all ranks must take part in the backward of each exchange.
+    x must require a gradient: all ranks must take part in the backward of each all-to-all.
     """
     n, e = group.size, len(gate_up)
     load = torch.bincount(chosen.flatten(), minlength=n * e)  # how many tokens of this rank chose each expert
@@ -149,7 +155,7 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 #     two all-to-alls per expert                     two for all experts: copies are sorted by rank
 #     two matmuls per expert                         two grouped matmuls: rows are sorted by expert
 #     gates multiply results on the token's rank     gates travel with tokens: sums are sent back
-#     the computation waits for each exchange        dispatch is in flight while shared experts compute
+#     the computation waits for each all-to-all      dispatch is in flight while shared experts compute
 #
 # This is a layer:
 #
@@ -163,33 +169,40 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 # record of one sort. A route has two: by rank and by expert.
 
 class Copies(NamedTuple):
-    """C copies of N tokens, sorted by destination.
+    """C copies of N tokens, sorted by destination. A route has two:
+
+                      N tokens                     C copies                    destinations
+        to_ranks      the T tokens of this rank    the U copies that it sends  ranks
+        to_experts    the M copies that arrive     the R rows of its experts   experts of this rank
 
     `sort_copies` makes them from a table [N, w], which has a row of destinations for each token.
-    The table's cells are numbered row by row. The example is `to_ranks` of rank 0 in the figure at
-    the top of this file, where tokens are sorted by rank. A `-` is a rank that has none of the
-    token's experts.
+    The example is `to_ranks` of rank 0 in the figure at the top of this file. A `-` is a rank that
+    has none of the token's experts.
 
-        table        cell numbers      copies      a  c | a  b      sorted by destination: rank 0 | rank 1
-        a:  0  1     a:  0  1          cells       0  4 | 1  3      the cell that asks for each copy
-        b:  -  1     b:  2  3          tokens      0  2 | 0  1      that cell's row: cell // w
-        c:  0  -     c:  4  5
-                                       by_token    0  2 | 3 | 1     a's copies are 0 and 2, b's is 3, c's is 1
-                                       starts      0      2   3     where each token begins in by_token
+        table         indices of its cells
+        a:  0  1      a:  0  1
+        b:  -  1      b:  2  3
+        c:  0  -      c:  4  5
 
-    `to_experts` is made in the same way, from a table [M, k] of the experts of each copy that has
-    arrived. Its copies are the rows of this rank's experts.
+                      sorted by destination: rank 0 | rank 1
+        copies        a  c | a  b
+        cells         0  4 | 1  3      the cell that asks for each copy
+        tokens        0  2 | 0  1      the row of that cell: cell // w
+
+                      sorted by token: a | b | c
+        by_token      0  2 | 3 | 1     indices of copies: a has copies 0 and 2, b has copy 3, c has copy 1
+        starts        0      2   3     where each token begins in by_token
 
     permute and unpermute are transposes of each other, so each is the other's derivative.
     """
     cells: Tensor  # [C], the table's cell that asks for each copy
     width: int  # w
-    by_token: Tensor  # [C], the numbers of the copies, sorted by token
+    by_token: Tensor  # [C], the indices of the copies, sorted by token
     starts: Tensor  # [N], where each token begins in by_token
 
     @property
     def tokens(self) -> Tensor:
-        """[C], the token of each copy. It is computed anew, because keeping it would take 8 bytes per copy."""
+        """[C], the token of each copy. It is recomputed at each use, because keeping it would take 8 bytes per copy."""
         return self.cells // self.width
 
     def permute(self, x: Tensor) -> Tensor:
@@ -269,8 +282,8 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
         experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits=received, input_splits=sent,
                                 group=group)  # [M, k]
 
-    # 5. Sort by expert. Subtraction numbers this rank's experts 0 to e - 1, and makes other ranks'
-    #    experts ask for no row here.
+    # 5. Sort by expert. After the subtraction, this rank's experts have the indices 0 to e - 1. The
+    #    experts of other ranks have indices outside of that range, which ask for no row.
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
     return Route(group, chosen, to_ranks, to_experts, sent, received, rows_per_expert, ends)
@@ -360,18 +373,23 @@ class GatesOfRows(Function):
 
 
 class Exchange:
-    """An all-to-all of several tensors that is in flight while its caller computes, in both directions:
+    """An all-to-all of several tensors that is in flight while its caller computes, in forward and in backward.
 
                     StartExchange                                            FinishExchange
-        forward     sends tensors    ──►  the caller computes           ──►  waits
-        backward    waits            ◄──  backward of that computation  ◄──  sends gradients back
+        forward     starts to send   ──►  the caller computes           ──►  waits
+        backward    waits            ◄──  backward of that computation  ◄──  starts to send back
 
-    Autograd keeps this order: of the nodes whose inputs are ready, it runs the newest.
+    Both are nodes of autograd's graph. Autograd keeps the order of backward: of the nodes whose
+    inputs are ready, it runs the newest.
 
-    The tensors that autograd passes between the two nodes only connect them in the graph. In
-    forward they are buffers that are still being filled. In backward their values are never read,
-    only their shapes, which autograd checks: FinishExchange returns the gradients that it sends
-    away, and StartExchange ignores them and returns the gradients that have come from other ranks.
+    The tensors between the two nodes connect them in the graph. Nobody reads their values:
+
+    forward     StartExchange returns the buffers that the all-to-all is still filling. FinishExchange
+                waits, and returns the same buffers, now full.
+    backward    FinishExchange starts to send gradients. It must return a gradient for each buffer, of
+                the buffer's shape, because autograd checks the shape. It returns the gradients that
+                it sends. StartExchange ignores them. It waits for the gradients that other ranks
+                send, and returns these.
     """
 
     def __init__(self, to_receive: list[int], to_send: list[int], group: Group):
@@ -379,11 +397,11 @@ class Exchange:
         self.to_receive, self.to_send, self.group, self.in_flight = to_receive, to_send, group, []
 
     def start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Start to send tensors [rows, D]. Returns what `finish` must be given."""
+        """Start to send tensors [rows, D]. Returns the buffers that receive, for `finish`."""
         return StartExchange.apply(self, *tensors)
 
     def finish(self, *arriving: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the tensors that other ranks have sent to this one, and return them."""
+        """Wait for the tensors that other ranks have sent to this one, and return them. arriving: from `start`."""
         return FinishExchange.apply(self, *arriving)
 
     def send(self, tensors: tuple[Tensor, ...], to_receive: list[int], to_send: list[int]) -> None:
@@ -391,7 +409,7 @@ class Exchange:
                                      async_op=True) for x in tensors]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait, and keep nothing: Pending.wait drops the tensor that it returns."""
+        """Wait, and return the tensors. The Pendings in in_flight then hold none: Pending.wait drops them."""
         return tuple(pending.wait() for pending in self.in_flight)
 
 
@@ -400,18 +418,18 @@ class StartExchange(Function):
     def forward(ctx, exchange, *tensors):
         ctx.exchange = exchange
         exchange.send(tensors, exchange.to_receive, exchange.to_send)
-        return tuple(pending.result for pending in exchange.in_flight)
+        return tuple(pending.result for pending in exchange.in_flight)  # still being filled
 
     @staticmethod
-    def backward(ctx, *shapes_only):
+    def backward(ctx, *shapes_only):  # the gradients that this rank has sent away
         return None, *ctx.exchange.wait()
 
 
 class FinishExchange(Function):
     @staticmethod
-    def forward(ctx, exchange, *arriving):
+    def forward(ctx, exchange, *arriving):  # arriving only connects the two nodes: `exchange` has the same tensors
         ctx.exchange = exchange
-        return tuple(x.view_as(x) for x in exchange.wait())
+        return tuple(x.view_as(x) for x in exchange.wait())  # new tensor objects: x itself is StartExchange's output
 
     @staticmethod
     def backward(ctx, *grads):
@@ -438,7 +456,7 @@ class Combine(Function):
     @staticmethod
     def backward(ctx, grad):
         route = ctx.route
-        if route.to_ranks is not None:  # the splits are those of dispatch
+        if route.to_ranks is not None:  # with the splits of dispatch
             grad = exchange_rows(route.to_ranks.permute(grad), output_splits=route.received, input_splits=route.sent,
                                  group=route.group)
         return route.to_experts.permute(grad), None
@@ -472,7 +490,8 @@ class GroupedMatmul:
         return grouped_matmul(dy, weight, route)
 
     def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
-        """out [e, out, in] += dY^T X of each expert's rows: one matmul each, as F.grouped_mm cannot add to fp32."""
+        """out [e, out, in] += dY^T X of each expert's rows."""
+        # A matmul per expert, because F.grouped_mm cannot add to fp32.
         for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
             accumulate_product(matrix, rows_dy.t(), rows)
 
@@ -490,14 +509,17 @@ class GroupedExperts(nn.Module):
         gate_up = GroupedLinear.apply(rows, self.w_gate_up, self.mm, route, False)
         hidden = swiglu(gate_up, gates)  # each row times its gate
         y = GroupedLinear.apply(hidden, self.w_down, self.mm, route, is_recomputing())
-        recompute.drop(hidden, y, swiglu, gate_up, gates)  # "selective": frees hidden until y's backward begins
+        # With --recompute selective, this frees the storage of `hidden`. When the backward of y begins, it
+        # is filled again with swiglu(gate_up, gates).
+        recompute.drop(hidden, y, swiglu, gate_up, gates)
         return y
 
 
 class GroupedLinear(Function):
     """Rows [R, in] times the transposes of weights [e, out, in] -> [R, out].
 
-    skip: return zeros instead, in full recomputation, where backward does not read the result.
+    skip: return zeros instead, in full recomputation, where no backward reads the result. It is an
+    argument because only the second of an expert's two layers may skip: SwiGLU reads the first's.
     """
 
     @staticmethod
@@ -511,8 +533,8 @@ class GroupedLinear(Function):
         weight, mm, route = ctx.weight, ctx.mm, ctx.route
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
-        # A split backward queues this (zb-h1). It runs without any rows, too, because a bucket
-        # counts the gradients of all its parameters.
+        # Call this even if there are no rows: the parameter's gradient bucket (dp.py, zero.py) waits for
+        # every parameter. A split backward (zero-bubble pipelines) queues it.
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
@@ -525,7 +547,11 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 
 
 def fits_grouped_mm(x: Tensor) -> bool:
-    """Whether F.grouped_mm takes this operand, if contiguous: bf16, and rows begin at multiples of 16 bytes."""
+    """Whether F.grouped_mm takes this operand of grouped_matmul: bf16, with rows at multiples of 16 bytes.
+
+    A matrix may be transposed. Its rows in memory then have `in` elements, which is the last size of
+    the other operand. So checking the last size of both operands covers both layouts.
+    """
     return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
 
 
@@ -534,13 +560,13 @@ def fits_grouped_mm(x: Tensor) -> bool:
 #
 #     logits = x W^T                             W: `weight`, [E, H]
 #     scores = softmax(logits)                   or the sigmoid of each logit
-#     chosen = topk(scores + bias)               the bias only affects this choice, see `Balance`
+#     chosen = topk(scores + bias)               the bias only affects this choice; see the section on balance
 #     gates = scores[chosen] x router_scale      first divided by their sum, unless router_norm is off
 #
 # Gates have a derivative, the choice has none.
 
 class Router:
-    """A router's state: the bias and, for the current step, each expert's load and the auxiliary losses."""
+    """A router's state: the bias and, for the current step, each expert's load and the two auxiliary losses."""
 
     def __init__(self, name: str, weight: nn.Parameter, model: Model, balance: "Balance | None" = None):
         """name: the name of the bias in checkpoints. weight: a parameter of the model."""
@@ -552,7 +578,7 @@ class Router:
         self.name, self.weight, self.model, self.balance = name, weight, model, balance
         self.bias = torch.zeros(model.experts, dtype=acc_dtype(weight.dtype), device=weight.device)
         self.load = torch.zeros_like(self.bias, dtype=torch.int64)  # tokens that chose each expert
-        self.loss = torch.zeros_like(self.bias[0])  # auxiliary losses, summed over sequences
+        self.loss = torch.zeros_like(self.bias[0])  # both auxiliary losses, summed over sequences
 
     def __call__(self, x: Tensor, info: "RoutingInfo", group: Group) -> tuple[Route, Tensor]:
         """Return the route of tokens [T, H] and their gates [T, k]. group: the ranks of ep."""
@@ -577,7 +603,7 @@ class Router:
         chosen = choose_experts(scores + self.bias, self.model)
         counts = count_choices(chosen, info, self.model.experts)  # [B + 1, E]; the last row is for padding
         coefficients = None
-        if info.aux_loss_scale is not None:
+        if info.aux_loss_scale is not None:  # in training
             self.load += counts[:-1].sum(0)
             if self.balance.aux_loss or self.balance.z_loss:
                 coefficients = loss_coefficients(self, counts[:-1], info)
@@ -599,7 +625,8 @@ class RouterLogits(Function):
     @staticmethod
     def backward(ctx, grad):
         x, = ctx.saved_tensors
-        x_acc = x.detach().to(grad.dtype)  # in at least fp32; too little work to be deferred into a bubble
+        x_acc = x.detach().to(grad.dtype)  # in at least fp32
+        # Not deferred: this is too little work to fill a pipeline bubble.
         accumulate_grad(ctx.weight, lambda out: accumulate_product(out, grad.t(), x_acc), defer=False)
         return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None
 
@@ -607,8 +634,9 @@ class RouterLogits(Function):
 def choose_experts(scores: Tensor, model: Model) -> Tensor:
     """Return the k experts with the highest scores: [T, E] -> [T, k].
 
-    With groups of experts, a token chooses from its best `top_groups` groups. A group is as good as
-    the sum of its two best experts.
+    If the experts are divided into groups (model.expert_groups), a token chooses only from the
+    experts of `top_groups` groups. These are the groups with the highest scores. A group's score is
+    the sum of its two highest scores of experts.
     """
     if model.top_groups < model.expert_groups:
         grouped = scores.unflatten(-1, (model.expert_groups, -1))
@@ -643,8 +671,9 @@ class RoutingInfo(NamedTuple):
 def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: float | Tensor | None) -> RoutingInfo:
     """Return the RoutingInfo of tokens [B, s]. Tokens below 0 are padding.
 
-    The ranks of `tp` have the same tokens, and each routes a shard of them. The c ranks of `cp`
-    have different tokens of the same sequences: s = S/c.
+    All ranks of `tp` pass the same tokens, and each of them routes a shard. With sequence
+    parallelism, that is the shard that it has between layers. Without, model.split_tokens takes it.
+    The c ranks of `cp` have different tokens of the same sequences: s = S/c.
     """
     B, s = tokens.shape
     shard = shard_slice(tokens.numel(), tp.size, tp.rank)
@@ -654,13 +683,15 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 
 
 # ---- balance: losses and biases that keep the experts' loads equal --------------------------------------------------
-# Symbols: c_e of the S tokens of a sequence chose expert e. p_te is the probability of expert e for
-# token t: its score, divided by the sum of the token's scores. Padding does not count. Tokens
-# without a label do.
+# Symbols: c_e is the number of a sequence's S tokens that chose expert e. p_te is the probability of
+# expert e for token t: its score, divided by the sum of the token's scores. Padding does not count.
+# Tokens without a label do.
 #
-#     auxiliary loss   E / (k S^2) sum over e of c_e (sum over t of p_te)         1 if loads are equal
-#     z-loss           1 / S sum over t of (log sum over e of exp(logit_te))^2    keeps logits small
-#     bias             b_e += rate x sign(mean load - load of e), once per step   changes the choice
+#     balance loss   E / (k S^2) sum over e of c_e (sum over t of p_te)         1 if loads are equal
+#     z-loss         1 / S sum over t of (log sum over e of exp(logit_te))^2    keeps logits small
+#     bias           b_e += rate x sign(mean load - load of e), once per step   changes the choice
+#
+# The two losses are auxiliary: they are added to the model's loss.
 #
 # Counts have no derivative. So both losses are sums over tokens, with coefficients that are known
 # once experts have been chosen: E c_e / (k S^2) for p_te, and 1 / S for the square.
@@ -669,9 +700,9 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 
 class Balance(NamedTuple):
     """How the experts' loads are kept equal. By default nothing keeps them equal."""
-    aux_loss: float = 0.0  # coefficient of the auxiliary loss, the mean over sequences
-    over: str = "sequence"  # or "micro-batch": c, p and S of the auxiliary loss are sums over all its sequences
-    z_loss: float = 0.0  # coefficient of the z-loss
+    aux_loss: float = 0.0  # coefficient of the balance loss, which is averaged over sequences
+    over: str = "sequence"  # or "micro-batch": c, S and the sum of p in the balance loss are over its B sequences
+    z_loss: float = 0.0  # coefficient of the z-loss, which is averaged over sequences
     router_bias_rate: float = 0.0
 
 
@@ -688,7 +719,10 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
         all_reduce(c, group)
     S = c.sum(-1, keepdim=True) / k  # 0 for a sequence of padding only, whose coefficients no token reads
     z = balance.z_loss / S  # always by sequence
-    if balance.over == "micro-batch":  # each sequence counts as the mean one
+    if balance.over == "micro-batch":
+        # The micro-batch is like one long sequence, with the counts B mean(c) and the length B mean(S).
+        # Losses are summed over sequences, so the micro-batch's loss counts B times. The coefficient is
+        # B x B mean(c) / (B mean(S))^2 = mean(c) / mean(S)^2, times the same E / k.
         c, S = c.mean(0, keepdim=True), S.mean(0, keepdim=True)
     aux = balance.aux_loss * router.model.experts / (k * S.square()) * c
     return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
@@ -696,7 +730,7 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
 
 def router_losses(router: Router, logits: Tensor, scores: Tensor, info: RoutingInfo,
                   coefficients: tuple[Tensor, Tensor]) -> Tensor:
-    """Return both losses of this rank's tokens, times their coefficients, summed over sequences."""
+    """Return the sum of the balance loss and the z-loss of this rank's tokens, over sequences, with coefficients."""
     aux, z = coefficients
     loss = logits.new_zeros(())
     if router.balance.aux_loss:
@@ -722,10 +756,13 @@ class AddAuxiliaryLoss(Function):
 @torch.no_grad()
 def update_biases(routers: list[Router], groups: tuple[Group, ...],
                   apply: bool | Tensor = True) -> tuple[Tensor, Tensor]:
-    """Move the biases after a step, and reset loads and losses, which are summed over the ranks of `groups`.
+    """Sum loads and losses over the ranks of `groups`, move the biases, and reset loads and losses.
 
-    apply: False after a step that was skipped, which moves no bias. Returns the largest load of an
-    expert over the mean of its layer, and the losses summed over all sequences and layers.
+    groups: process groups whose ranks have different tokens.
+    apply: False after a step that was skipped. Biases then stay the same.
+
+    Returns the largest load of an expert, divided by the mean load of its layer; and the losses,
+    summed over all sequences and layers.
     """
     sums = torch.stack([torch.cat((router.load.double(), router.loss.double()[None])) for router in routers])
     for group in groups:
