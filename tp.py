@@ -31,9 +31,10 @@ Symbols: t ranks, T tokens of a micro-batch (all its sequences, flattened), H hi
          S, Y and Z have all T tokens, and x and z have the rank's T/t. In code, variables are in
          lower case either way.
 
-Saves: A rank stores 1/t of the matrices of each pair, of the embedding and of the head. It also
-       stores 1/t of their gradients and optimizer states, and 1/t of the activations inside a pair.
-       With sequence parallelism, the same holds for the activations between pairs.
+Saves: A rank stores 1/t of the matrices of each pair (more of wk and wv if t exceeds the KV heads),
+       of the embedding and of the head. It also stores 1/t of their gradients and optimizer states,
+       and 1/t of the activations inside a pair. With sequence parallelism, the same holds for the
+       activations between pairs.
 Costs: A layer has two pairs. They make 4 all-reduces of T H elements: 2 in forward and 2 in
        backward. With sequence parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes.
        2 more all-gathers fetch X in backward, and 2 more fetch dZ if backward is split.
@@ -57,6 +58,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import _symmetric_memory  # noqa: F401, which defines torch.ops.symm_mem
 
+from core import collectives
 from core.collectives import (
     ALONE,
     MAX,
@@ -71,7 +73,6 @@ from core.collectives import (
     gather_rows,
     reduce_rows,
     run_demo,
-    sent,
     shift,
 )
 from core.gradients import (
@@ -649,14 +650,14 @@ def demo(group: Group) -> None:
               f"{list(up.weights[0].shape)}.\nB is {list(b.shape)}, and a rank has {list(down.weight.shape)}.\n")
     error = torch.zeros((), dtype=torch.float64)
     for title, (column, row, is_sharded) in ways.items():
-        sent.clear()
+        collectives.sent.clear()
         own = shard_slice(T, t, group.rank) if is_sharded else slice(T)
         own_x = x[own].clone().requires_grad_()
         z = row(torch.tanh(column(own_x)))
         z.backward(dz[own])
         difference = torch.stack((z.detach(), own_x.grad)) - expected[:, own]
         error = torch.maximum(error, difference.abs().max() / expected.abs().max())
-        units = round(sent[group.axis] * t / max(t - 1, 1) / x.nbytes)
+        units = round(collectives.sent[group.axis] * t / max(t - 1, 1) / x.nbytes)
         if group.rank == 0:
             print(f"    {title:24s}   {len(own_x)} tokens between pairs   sent: {units} x (t-1)/t x T H elements")
     all_reduce(error, group, MAX)
