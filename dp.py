@@ -94,7 +94,7 @@ def overlapped_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBat
 # ---- in buckets: reduce many gradients at once ----------------------------------------------------------------------
 
 def bucketed_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatches, tokens: int,
-                  buckets: "Iterable[Bucket]") -> None:
+                  buckets: "Sequence[Bucket]") -> None:
     """Compute the same as naive_step, into buckets. Changed: hooks start an all-reduce when a bucket is complete.
 
     The gradient of a parameter is then `bucket.main_grad(param)`; its `.grad` is None. train.py has the same three
@@ -240,6 +240,13 @@ def make_model() -> nn.Sequential:
     return model
 
 
+def note_bytes(begun: list[int], axis: str) -> Callable:
+    """Return a backward hook of a layer that appends the bytes that have begun to be sent over `axis` to `begun`."""
+    def hook(layer: nn.Module, grad_output: tuple) -> None:
+        begun.append(sent[axis])
+    return hook
+
+
 def demo(group: Group) -> None:
     x = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)[None] * (group.rank + 1)  # each rank has other inputs
     batch = x.requires_grad_(), x.detach().flip(1)
@@ -247,9 +254,9 @@ def demo(group: Group) -> None:
     lines, gradients = [], {}
     for way in ("naive", "per parameter", "in buckets"):
         model = make_model()
-        begun = []  # bytes, when the backward of a layer begins
+        begun: list[int] = []  # bytes, when the backward of a layer begins
         for layer in model:
-            layer.register_full_backward_pre_hook(lambda *_, begun=begun: begun.append(sent[group.axis]))
+            layer.register_full_backward_pre_hook(note_bytes(begun, group.axis))
         sent.clear()
         calls.clear()
         if way == "in buckets":
