@@ -63,7 +63,7 @@ Levels 0 and 1 with --reduce-dtype bf16 hold a second, 16-bit copy of all gradie
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 """
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ class PlainLevel1:
     replace `.grad`, which must stay a view of the flat buffer.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], group: Group, make_optimizer: MakeOptimizer):
+    def __init__(self, params: Iterable[nn.Parameter], group: Group, make_optimizer: MakeOptimizer):
         params, self.group = list(params), group
         length = -(-sum(param.numel() for param in params) // group.size)  # of a shard; the last one has padding
         own = slice(group.rank * length, (group.rank + 1) * length)
@@ -116,6 +116,41 @@ class PlainLevel1:
         self.optimizer.step()
         all_gather(self.weights, self.weight_shard.detach(), self.group)
         self.grad.zero_()
+
+
+# ---- spans: neighbours in a bucket that are treated alike -----------------------------------------------------------
+
+class Span(NamedTuple):
+    """Elements start..stop of the flat tensors of a bucket: parameters that are treated alike. spec: of the first."""
+    start: int
+    stop: int
+    spec: Spec
+
+
+def treatment(spec: Spec) -> tuple:
+    """Return what decides how elements are treated: in finish_step (partial_axes), in the norm (replicated_axes), and
+    by the update rule (decay).
+
+    A bucket is sorted by this. Parameters that are treated alike keep the order of the model. So wq, wk and wv stay
+    neighbours (unless a tensor parallel rank has a copy of wk and wv), and one matmul adds to all three gradients.
+    """
+    return spec.partial_axes, spec.replicated_axes, not spec.decay
+
+
+def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
+    return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
+
+
+def find_spans(bucket: Bucket) -> list[Span]:
+    spans: list[Span] = []
+    for param in bucket.params:
+        start = bucket.offset[param]
+        stop = start + most_elements(param.spec, bucket.groups)
+        if spans and treatment(spans[-1].spec) == treatment(param.spec):
+            spans[-1] = spans[-1]._replace(stop=stop)
+        else:
+            spans.append(Span(start, stop, param.spec))
+    return spans
 
 
 # ---- buckets: levels 0 and 1, hybrid sharding, reduce dtype ---------------------------------------------------------
@@ -245,8 +280,8 @@ class ShardedBucket(Bucket):
         The first result of a step is received in grad_shard itself, if the dtypes are the same. At level 1 grad_shard
         is this rank's slice of `whole`. So NCCL works in place.
         """
-        is_in_place = self.reduced == 0 and whole.dtype == self.acc_dtype
-        received = self.grad_shard if is_in_place else whole.new_empty(len(self.grad_shard))
+        into_shard = self.reduced == 0 and whole.dtype == self.acc_dtype
+        received = self.grad_shard if into_shard else whole.new_empty(len(self.grad_shard))
         self.scattering = reduce_scatter(received, whole, self.shards, async_op=True)
 
     def continue_reduction(self) -> None:
@@ -567,41 +602,6 @@ class StateOnDevice:
             weight_shard.copy_(master)
 
 
-# ---- spans: neighbours in a bucket that are treated alike -----------------------------------------------------------
-
-class Span(NamedTuple):
-    """Elements start..stop of the flat tensors of a bucket: parameters that are treated alike. spec: of the first."""
-    start: int
-    stop: int
-    spec: Spec
-
-
-def treatment(spec: Spec) -> tuple:
-    """Return what decides how elements are treated: in finish_step (partial_axes), in the norm (replicated_axes), and
-    by the update rule (decay).
-
-    A bucket is sorted by this. Parameters that are treated alike keep the order of the model. So wq, wk and wv stay
-    neighbours (unless a tensor parallel rank has a copy of wk and wv), and one matmul adds to all three gradients.
-    """
-    return spec.partial_axes, spec.replicated_axes, not spec.decay
-
-
-def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
-    return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
-
-
-def find_spans(bucket: Bucket) -> list[Span]:
-    spans: list[Span] = []
-    for param in bucket.params:
-        start = bucket.offset[param]
-        stop = start + most_elements(param.spec, bucket.groups)
-        if spans and treatment(spans[-1].spec) == treatment(param.spec):
-            spans[-1] = spans[-1]._replace(stop=stop)
-        else:
-            spans.append(Span(start, stop, param.spec))
-    return spans
-
-
 # ---- the update: clipping, loss scale, Muon -------------------------------------------------------------------------
 
 class ElementwiseUpdate:
@@ -742,7 +742,8 @@ class Optimizer:
         limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
         factor = limit / self.scale_loss(1.0)
         is_fp64 = factor.dtype == torch.float64
-        for bucket in self.buckets if is_fp64 else self.of_matrices:
+        buckets = self.buckets if is_fp64 else self.of_matrices
+        for bucket in buckets:
             bucket.grad_shard.mul_(factor)
         return torch.ones((), device=factor.device) if is_fp64 else 1 / factor
 
