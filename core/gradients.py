@@ -56,6 +56,13 @@ from torch.autograd.graph import GradientEdge
 from core.collectives import Group, Pending, done, run_demo
 
 Params = tuple[nn.Parameter, ...]
+Key = tuple[int, int]  # (pipeline stage, micro-batch): one backward pass
+
+# What the first half of each split backward has queued for its second half, in the order of backward.
+_queue: dict[Key, "list[WeightGrad]"] = {}
+# The backward whose first half is running, or None. It is a plain global, not thread-local, because on CUDA autograd
+# runs backward functions in its own threads.
+_deferring: Key | None = None
 
 
 # ---- the plain version: add a gradient at once ----------------------------------------------------------------------
@@ -120,10 +127,18 @@ def on_grad_accumulated(param: nn.Parameter) -> None:
     if param.grad is not None:  # computed by autograd, for example a bias's gradient
         param.sink.main_grad(param).add_(param.grad)
         param.grad = None
-    queued = _queue.get(_deferring, [])  # empty if this backward is not split
-    is_queued = any(param is other for weight_grad in queued for other in weight_grad.params)
-    if not is_queued:
+    if not is_queued(param):
         param.sink.ready(param)
+
+
+def is_queued(param: nn.Parameter) -> bool:
+    """Return whether the backward that is running has queued a gradient of `param`: never if it is not split."""
+    if not is_deferring():
+        return False
+    for weight_grad in _queue[_deferring]:
+        if any(param is other for other in weight_grad.params):
+            return True
+    return False
 
 
 # ---- beside other work, or later: what a layer's backward calls -----------------------------------------------------
@@ -183,14 +198,6 @@ class WeightGrad:
 
 
 # ---- a backward in two halves ---------------------------------------------------------------------------------------
-
-Key = tuple[int, int]  # (pipeline stage, micro-batch)
-
-_queue: dict[Key, list[WeightGrad]] = {}  # in the order in which backward met them
-# The key whose first half is running. A plain global, not thread-local: on CUDA, autograd runs backward functions in
-# its own threads.
-_deferring: Key | None = None
-
 
 def is_deferring() -> bool:
     """Return whether the first half of a split backward is running, which leaves weight gradients to the second."""
