@@ -288,13 +288,13 @@ class ShardedBucket(Bucket):
         """Wait for the reduce-scatter, and perhaps start the all-reduce. Do nothing if no reduce-scatter is running."""
         if self.scattering is None:
             return
-        self.add_to_shard(self.scattering.wait())
+        self.put_into_shard(self.scattering.wait())
         self.scattering = None
         self.reduced += 1
         if self.reduced == self.reductions:
             self.start_all_reduce()
 
-    def add_to_shard(self, received: Tensor) -> None:
+    def put_into_shard(self, received: Tensor) -> None:
         """Put the result of a reduce-scatter into grad_shard. It overwrites the gradient of the step before."""
         if received is not self.grad_shard:
             self.grad_shard.copy_(received)
@@ -430,10 +430,10 @@ class Level2Bucket(ShardedBucket):
         self.grad = None  # the reduce-scatter keeps `whole` until it has been waited for
         self.start_reduce_scatter(whole)
 
-    def add_to_shard(self, received: Tensor) -> None:
+    def put_into_shard(self, received: Tensor) -> None:
         """Add the result of a reduce-scatter to grad_shard. The first one overwrites the last step's gradient."""
         if self.reduced == 0:
-            super().add_to_shard(received)
+            super().put_into_shard(received)
         else:
             self.grad_shard.add_(received)
 

@@ -55,7 +55,7 @@ PUZZLES = {
                          "A parameter of several units, or with a tie, is a bucket of its own.")),
     "reduction": Puzzle("zero.py", "ShardedBucket.continue_reduction",
                         "tests/test_zero.py::test_micro_batches_are_summed_in_fp32_whatever_is_sent", (
-                            "If a reduce-scatter is running, wait for it and give its result to add_to_shard.",
+                            "If a reduce-scatter is running, wait for it and give its result to put_into_shard.",
                             "`reduced` counts the results of this step. After the last, start the all-reduce.")),
     "norm": Puzzle("zero.py", "ShardedBucket.squared_norm",
                    "tests/test_zero.py::test_clipping_scales_the_whole_gradient_to_the_limit", (
