@@ -68,7 +68,7 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     for bucket in optimizer.buckets:  # what exists before the first step
         meter.label("weights", bucket.weights, bucket.weight_shard)
         meter.label_size("gradients", bucket.numel * exact.itemsize)
-        if bucket.frees_grad:
+        if isinstance(bucket, zero.Level2Bucket):  # level 3 is its subclass
             meter.label("gradient shards", bucket.grad_shard)
             meter.label_size("gradient shards", (bucket.shard.stop - bucket.shard.start) * exact.itemsize)
         else:
