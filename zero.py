@@ -187,7 +187,6 @@ class ShardedBucket(Bucket):
     offload: run/offload.py's OffloadedState, or None.
     last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
     """
-    frees_grad = False  # level 2: `grad` exists only from a micro-batch's first gradient to its reduction
     frees_weights = False  # level 3: `weights` have memory only while a unit uses them
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups, shards: Group, replicas: Group, *,
@@ -403,7 +402,6 @@ class Level2Bucket(ShardedBucket):
     Changed from level 1: a step has one reduction per micro-batch. Its result is added to grad_shard, a tensor of its
     own. `grad` is allocated at a micro-batch's first gradient (Bucket.main_grad), and freed when it has been reduced.
     """
-    frees_grad = True
 
     def allocate_gradient(self, length: int) -> None:
         self.grad = None
