@@ -4,7 +4,7 @@ One backward pass through a model of six layers. g6: the backward of layer 6, wh
 weights. R6: the all-reduce of that gradient. R654: one all-reduce of three gradients. Time runs to the right.
 
     naive            compute    g6 g5 g4 g3 g2 g1
-                     network                      R6 R5 R4 R3 R2 R1      backward hides nothing
+                     network                      R1 R2 R3 R4 R5 R6      backward hides nothing
 
     per parameter    compute    g6 g5 g4 g3 g2 g1
                      network       R6 R5 R4 R3 R2 R1                     each small message pays the full latency
@@ -16,12 +16,13 @@ The idea: a gradient of the global batch is the sum of the ranks' gradients of t
 soon as a gradient is complete, while backward computes the others. A bucket is a flat buffer with the gradients of many
 parameters, which one collective reduces.
 
-Symbols: n ranks of the data axis. P parameters. This axis is "dp", which includes the context parallel ranks; the data
-axis of experts is "edp" (core/groups.py). A unit is the embedding, a block, or the head.
+Symbols: n ranks of the data axis. For most parameters the data axis is "dp", which includes the context parallel ranks;
+for experts it is "edp" (core/groups.py). P parameters. A unit is the embedding, a block, or the head.
 
 Saves: time. n ranks compute n times as many sequences per step.
 Costs: 2 (n-1)/n P elements sent per rank and step. The size of the batch does not matter.
-Stops helping when: the reduction takes longer than the backward that hides it, or a larger batch saves no steps.
+Stops helping when: the reduction takes longer than the backward that hides it, or a larger batch no longer reduces the
+number of steps (the critical batch size).
 
 Easily got wrong:
 - The scale. Every rank divides the *sum* of the losses of its tokens by the number of tokens of *all* ranks, and every
@@ -29,8 +30,8 @@ Easily got wrong:
 - Micro-batches. A gradient is complete after the last micro-batch of a step. An all-reduce of `.grad` after each one
   would send more, and would sum earlier micro-batches over the ranks again. DistributedDataParallel has `no_sync` for
   this. A Bucket counts gradients instead.
-- The order. All ranks must reduce the same buffers in the same order. So the order of the parameters in the model says
-  which of them share a bucket, never the order in which their gradients were computed.
+- The order. All ranks must reduce the same buffers in the same order. So the order of the parameters in the model
+  determines which of them share a bucket. The order in which gradients are computed does not.
 
 Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training, sections 3.2 and 4.2.
 """
@@ -46,7 +47,7 @@ from core.param import Spec, acc_dtype, most_elements, parameter
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) of each micro-batch
 LossSum = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum of the losses of their tokens
-Units = dict[int, list[nn.Module]]  # this rank's pipeline stages -> the units of each, in the order of forward
+Units = dict[int, list[nn.Module]]  # number of a pipeline stage of this rank -> its units, in the order of forward
 
 
 # ---- the plain version: reduce after backward -----------------------------------------------------------------------
@@ -71,7 +72,7 @@ def overlapped_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBat
     """Compute the same as naive_step. Changed: hooks start the all-reduces during the last backward.
 
     A hook is called when `.grad` of its parameter is complete. The all-reduce is asynchronous, so backward goes on. The
-    last line of naive_step becomes a wait.
+    loop of all-reduces at the end of naive_step becomes a loop of waits.
     """
     reductions: list[Pending] = []
 
@@ -97,26 +98,28 @@ def bucketed_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatch
                   buckets: "Sequence[Bucket]") -> None:
     """Compute the same as naive_step, into buckets. Changed: hooks start an all-reduce when a bucket is complete.
 
-    The gradient of a parameter is then `bucket.main_grad(param)`; its `.grad` is None. train.py has the same three
-    calls, around the backward passes of a pipeline.
+    The gradient of a parameter is then `bucket.main_grad(param)`; its `.grad` is None. train.py also calls begin_step,
+    runs all backward passes (of a pipeline), and calls finish_step.
     """
     for bucket in buckets:
         bucket.begin_step(len(micro_batches))
     for inputs, targets in micro_batches:
         loss = loss_sum(model(inputs), targets) / tokens
-        loss.backward()  # calls bucket.ready(param) for each parameter, by a hook
+        loss.backward()  # a hook calls bucket.ready(param) for each parameter
     for bucket in buckets:
         bucket.finish_step()
 
 
 class Bucket:
-    """Parameters that are reduced together, and the flat buffer of their gradients, which has at least fp32.
+    """Parameters that are reduced together, and the flat buffer of their gradients, in fp32 or wider.
 
     A bucket is the *sink* of its parameters (core/gradients.py): every backward pass adds the gradient of a parameter
     to main_grad(param), then calls ready(param). The bucket counts these calls. The last one of a step starts the
     reduction, and finish_step waits for it.
 
-    params: parameter -> how many gradients it gets per micro-batch, in the order of the buffer. All have one data axis.
+    params: parameter -> its number of gradients per micro-batch, in the order of the buffer. This number is 1, or more
+        if several pipeline stages of this rank use the parameter: each stage has a backward pass of its own. All
+        parameters share the same data axis, dtype and device.
     """
 
     def __init__(self, params: dict[nn.Parameter, int], groups: Groups):
@@ -126,14 +129,14 @@ class Bucket:
         self.name = first.spec.name
         self.device = first.device
         self.acc_dtype = acc_dtype(first.dtype)
-        self.groups = groups
-        self.group = groups[first.spec.data_axis]
+        self.groups = groups  # all axes, because zero.py also sums some gradients over others, such as "tp"
+        self.group = groups[first.spec.data_axis]  # the ranks over which this bucket is reduced
         self.numel = 0  # elements of the buffer
         self.offset: dict[nn.Parameter, int] = {}  # where each parameter begins in it
         for param in self.params:
             self.offset[param] = self.numel
-            # Not param.numel(). Tensor parallel ranks also sum parts of this buffer, the gradients of norms. So it must
-            # have the same layout on all of them, but their parts of a vocabulary may have different sizes.
+            # Not param.numel(): zero.py also sums the gradients of norm weights over tp, so offsets must be equal on
+            # all tp ranks. Vocabulary shards may differ in size between these ranks; the largest one counts.
             self.numel += most_elements(param.spec, groups)
             attach_sink(param, self)
         self.grad: Tensor | None = None  # the buffer, allocated when it is first needed
@@ -148,7 +151,7 @@ class Bucket:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Zero the buffer, and expect the gradients of so many micro-batches."""
+        """Zero the buffer, and expect the gradients of this many micro-batches."""
         self.missing = self.grads_per_micro_batch * micro_batches
         assert self.missing > 0, f"{self.name}: a step without a gradient would leave the other ranks waiting"
         if self.grad is not None:
@@ -163,7 +166,7 @@ class Bucket:
     def ready(self, param: nn.Parameter) -> None:
         """Count a gradient that has been added. After the last one of the step, start the reduction."""
         self.missing -= 1
-        assert self.missing >= 0, f"{param.spec.name}: more backward passes than the step was begun with"
+        assert self.missing >= 0, f"{param.spec.name}: more backward passes than begin_step announced"
         if self.missing == 0:
             self.start_reduction()
 
@@ -185,23 +188,26 @@ class Bucket:
 
 def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                       kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
-    """Return the parameters of each bucket, each parameter with its number of gradients per micro-batch.
+    """Return the `params` of each Bucket: parameter -> its number of gradients per micro-batch.
 
-    A bucket has the parameters of consecutive units of one pipeline stage that agree in data axis and kind(spec). It is
-    closed after the unit with which its gradients reach bucket_mb megabytes. With bucket_mb = 0 every unit has its own
-    buckets. kind: separates parameters with different optimizers; zero.py passes Muon's.
+    A bucket has the parameters of consecutive units of one pipeline stage that agree in data axis and kind(spec). A
+    bucket is closed at the end of the unit in which its gradients reach bucket_mb megabytes. With bucket_mb = 0 every
+    unit has its own buckets. kind: separates parameters with different optimizers; zero.py passes Muon's.
 
     All ranks that reduce a bucket together must have the same bucket:
-    - Tensor parallel ranks may have unequal parts of a vocabulary. The largest part counts.
-    - A parameter that several units use, or that the first and the last pipeline rank share (a tied embedding, axis
-      "tie"), has a bucket of its own.
+    - Tensor parallel ranks may have vocabulary shards of different sizes. The largest one counts on every rank.
+    - A parameter that several units use has a bucket of its own. So has a tied embedding that the first and the last
+      pipeline rank share. Its spec.along has the axis "tie" (`along`: the axes of the grid on which the parameter lies,
+      apart from the data axis; core/param.py).
     """
     units_with: Counter[nn.Parameter] = Counter()  # parameter -> how many units use it
     stages_with: Counter[nn.Parameter] = Counter()  # parameter -> how many stages use it
     for modules in units.values():
         for unit in modules:
             units_with.update(unit.parameters())
-        stages_with.update(nn.ModuleList(modules).parameters())  # has each parameter of the stage once
+        # `.parameters()` of one module yields a shared parameter once. So a stage counts it once, even if several of
+        # its units use it.
+        stages_with.update(nn.ModuleList(modules).parameters())
 
     shared = {param for param in units_with if units_with[param] > 1 or "tie" in param.spec.along}
     buckets = [[param] for param in units_with if param in shared]
@@ -216,12 +222,12 @@ def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                 if gradient_bytes(params, groups) >= bucket_mb * 1e6:
                     buckets.append(open_buckets.pop(key))
         buckets += open_buckets.values()
-    # A parameter gets one gradient per stage: autograd adds up the gradients of all its uses in one backward pass.
+    # A stage adds one gradient of each parameter per micro-batch: its backward calls ready once, after all uses.
     return [{param: stages_with[param] for param in params} for params in buckets]
 
 
 def gradient_bytes(params: Iterable[nn.Parameter], groups: Groups) -> int:
-    """Return the bytes of the gradients of these parameters, on the tensor parallel rank that has most of each."""
+    """Return the bytes of these parameters' gradients, on a tensor parallel rank with the largest shard of each."""
     return sum(most_elements(param.spec, groups) * acc_dtype(param.dtype).itemsize for param in params)
 
 
@@ -249,7 +255,7 @@ def note_bytes(begun: list[int], axis: str) -> Callable:
 
 def demo(group: Group) -> None:
     x = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)[None] * (group.rank + 1)  # each rank has other inputs
-    batch = x.requires_grad_(), x.detach().flip(1)
+    batch = x.requires_grad_(), x.detach().flip(1)  # without it, torch warns about layer 1's backward hook
     step = dict(loss_sum=lambda y, targets: (y - targets).square().sum(), micro_batches=[batch], tokens=group.size)
     lines, gradients = [], {}
     for way in ("naive", "per parameter", "in buckets"):
