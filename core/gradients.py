@@ -1,4 +1,4 @@
-"""How a weight gradient reaches the buffer in which it is summed: at once or later, and without a temporary tensor.
+"""How a weight gradient reaches the buffer in which it is summed: at once or later, if possible without a temporary.
 
 The life of the gradient dW of a weight w, in one backward pass:
 
@@ -9,7 +9,7 @@ The life of the gradient dW of a weight w, in one backward pass:
       │                                               ▲     out: the buffer main_grad(w), of w's sink
       └── deferred ──► queue ──► backward_weight ─────┘
 
-    autograd has come to w, and calls
+    autograd reaches the AccumulateGrad node of w, after all uses of w, and calls
     on_grad_accumulated(w)
       │
       ├── nothing of w is queued ────────────────►  ready(w), of w's sink, which counts. The last gradient
@@ -17,8 +17,8 @@ The life of the gradient dW of a weight w, in one backward pass:
       └── dW is queued ────────► backward_weight ─────┘
 
 Autograd would compute dW at once, into a new tensor, and then add it to `.grad`. Our layers return None for their
-weights instead, and give this file a function `add` that adds the gradient to a buffer. So a matmul can add to the
-buffer directly, and a pipeline can compute the gradient later.
+weights instead, and pass a function `add` to accumulate_grad, which adds the gradient to a buffer. So a matmul can add
+to the buffer directly, and a pipeline can compute the gradient later.
 
 Words:
 
@@ -27,15 +27,16 @@ sink         The object that collects the gradients of a parameter, in practice 
              methods:
                  main_grad(param)   returns the buffer, Megatron's `param.main_grad`. ZeRO levels 2 and 3 replace the
                                     buffer, so ask for it at every use.
-                 ready(param)       hears that a backward pass has added all its gradients of `param`: once per pass.
-             A parameter without a sink uses `.grad`.
+                 ready(param)       is called once per backward pass, when all of that pass's gradients of `param`
+                                    have been added.
+             core/param.py gives every parameter an attribute `sink`. While it is None, `.grad` is the buffer.
 ready        A bucket counts the calls of ready. The last one of a step (at ZeRO levels 2 and 3, of a micro-batch)
              starts the reduction over the data parallel ranks. Megatron calls this register_grad_ready.
 deferred     Left for the second half of a split backward. Zero-bubble pipelines (pp.py) split backward into two
              halves. The first, I, computes input gradients, for which the stage before is waiting. The second, W,
              computes weight gradients, for which nobody is waiting, so it can fill a bubble.
 
-How a layer Y = X W^T uses this file:
+How the backward of a layer Y = X W^T uses this file (x and dy are detached):
 
     accumulate_grad(w, lambda out: accumulate_product(out, dy.t(), x))          # out += dY^T X
 
@@ -58,7 +59,8 @@ from core.collectives import Group, Pending, done, run_demo
 Params = tuple[nn.Parameter, ...]
 Key = tuple[int, int]  # (pipeline stage, micro-batch): one backward pass
 
-# What the first half of each split backward has queued for its second half, in the order of backward.
+# Split backwards (see "deferred"): the weight gradients that the first half has queued for the second half, in the
+# order of backward.
 _queue: dict[Key, "list[WeightGrad]"] = {}
 # The backward whose first half is running, or None. It is a plain global, not thread-local, because on CUDA autograd
 # runs backward functions in its own threads.
@@ -70,9 +72,9 @@ _deferring: Key | None = None
 def add_to(params: Params, add: Callable[[Tensor], None]) -> None:
     """Call add(out), which adds a gradient to the buffers of the parameters.
 
-    params: one parameter, or several with equally long rows, such as wq, wk and wv, whose gradients are computed by one
-    matmul. Then `out` has the rows of all, one parameter below the other. It is a view of the buffers if they are
-    neighbours in memory. If they are not, it is a temporary tensor.
+    params: one parameter, or several with rows of equal length, such as wq, wk and wv, whose gradients are computed by
+    one matmul. Then `out` has the rows of all parameters, stacked. It is a view of the buffers if they are neighbours
+    in memory. If they are not, `out` is a temporary tensor.
     """
     grads = [main_grad(param) for param in params]
     view = stacked_view(grads)
@@ -108,21 +110,24 @@ def accumulate_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(a @ b)
 
 
-# ---- sinks: who collects a gradient, and hears that it is ready -----------------------------------------------------
+# ---- sinks: who collects a gradient, and is told when it is ready ---------------------------------------------------
 
 def attach_sink(param: nn.Parameter, sink: Any) -> None:
     """From now on `sink` collects the gradient of `param`, from accumulate_grad and from autograd."""
     assert param.sink is None, f"{param.spec.name} has a sink already"  # a second hook would call ready twice
     param.sink = sink
-    # A function of the module, not a closure over the sink: gc cannot break a circle that goes through a hook.
+    # A module-level function, not a bound method: the garbage collector cannot free a reference cycle that goes
+    # through a hook.
     param.register_post_accumulate_grad_hook(on_grad_accumulated)
 
 
 def on_grad_accumulated(param: nn.Parameter) -> None:
     """Tell the sink that `param` is ready, unless gradients of it are queued: then backward_weight does.
 
-    Autograd calls this once per backward pass, after the last use of `param`, even if all uses returned None. That is
-    why a layer's autograd Function has its weights among its inputs.
+    Autograd calls this once per backward pass, after the backward of the last use of `param`. It does so even if all
+    uses returned None: then it adds nothing to `.grad`, but still calls the hook (tested with torch 2.11 and 2.13 by
+    test_a_sink_hears_of_every_parameter_once_a_backward). So a layer's autograd Function takes its weights as inputs,
+    although it returns None for them.
     """
     if param.grad is not None:  # computed by autograd, for example a bias's gradient
         param.sink.main_grad(param).add_(param.grad)
@@ -144,7 +149,7 @@ def is_queued(param: nn.Parameter) -> bool:
 # ---- beside other work, or later: what a layer's backward calls -----------------------------------------------------
 
 def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
-    """Add a weight gradient that needs no gather: call add(out) now or, if it is deferred, in backward_weight.
+    """Add a weight gradient that needs no gather: call add(out) now, or in backward_weight if it is deferred.
 
     params, add: see add_to. defer: see start_weight_grad.
     """
@@ -161,8 +166,8 @@ def start_weight_grad(params: Params, gather: Callable[[], Pending], add: Callab
     a function that does nothing.
 
     params, gather, add: see WeightGrad.
-    defer: False if the gradient must not be queued. That is right if it reads tensors too large to be kept until
-        backward_weight, such as the head's logits, or has too little work to fill a bubble.
+    defer: False if the gradient must not be queued: because it reads tensors too large to be kept until
+        backward_weight, such as the head's logits, or because it has too little work to fill a bubble.
     """
     weight_grad = WeightGrad(params, gather, add)
     if defer and is_deferring():
@@ -177,7 +182,7 @@ class WeightGrad:
 
     params: see add_to.
     gather: () -> a Pending. It starts to gather the tensor that the gradient is computed from.
-    add: add(out, gathered) adds the gradients of all params, one below the other, to `out`.
+    add: add(out, gathered) adds the gradients of all params, stacked, to `out`.
 
     gather and add must not hold tensors that require gradients. In the queue they would keep a graph alive.
     """
@@ -194,7 +199,7 @@ class WeightGrad:
         """Wait for the gathered tensor, and add the gradient."""
         gathered = self.gathering.wait()
         add_to(self.params, lambda out: self.add(out, gathered))
-        self.gather = self.add = self.gathering = None  # frees the tensors that they read, whoever keeps this object
+        self.gather = self.add = self.gathering = None  # frees their tensors, even if this object is still referenced
 
 
 # ---- a backward in two halves ---------------------------------------------------------------------------------------
@@ -227,13 +232,15 @@ def backward_weight(key: Key) -> None:
 
     The matmul of each hides the gather of the next, so at most two gathered tensors are alive.
 
-    A parameter is ready when the last queued gradient of its *bucket* has been added. Earlier would be wrong at ZeRO
-    levels 2 and 3: there `ready` may start the reduction, which would miss some of this micro-batch's gradients. Later
-    would hide less: the reduction runs under the weight gradients of other buckets.
+    A parameter is ready when the last queued gradient of its *sink* has been added, even if its own came earlier. The
+    sums would be right in either case, but memory would not be freed: at ZeRO levels 2 and 3 `ready` may start the
+    reduction, which takes the buffer away. This micro-batch's other gradients would then need a new buffer, which would
+    stay until the next reduction. Calling `ready` later would hide less, because the reduction runs under the weight
+    gradients of other sinks.
     """
     queued = _queue.pop(key)
     params = dict.fromkeys(param for weight_grad in queued for param in weight_grad.params)  # each once, in this order
-    last = {}  # bucket -> the place of its last gradient in the queue
+    last = {}  # sink -> the place of its last gradient in the queue
     for i, weight_grad in enumerate(queued):
         for param in weight_grad.params:
             last[param.sink] = i
@@ -260,7 +267,9 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
     """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
     first, end = tensors[0], tensors[0].storage_offset()
     for tensor in tensors:
-        same_storage = tensor.untyped_storage() is first.untyped_storage()  # run/dryrun.py's tensors have no addresses
+        # Not by data_ptr(), because fake tensors (run/dryrun.py) have no addresses. torch keeps one Python object per
+        # storage.
+        same_storage = tensor.untyped_storage() is first.untyped_storage()
         if not (same_storage and tensor.storage_offset() == end and tensor.is_contiguous()):
             return None
         end += tensor.numel()
@@ -268,7 +277,7 @@ def stacked_view(tensors: list[Tensor]) -> Tensor | None:
 
 
 def stacked_weight(weights: Params) -> Tensor:
-    """Return the weights, one below the other, detached: a view if they are neighbours in memory. If not, a copy."""
+    """Return the weights, stacked and detached: a view if they are neighbours in memory, or else a copy."""
     parts = [weight.detach() for weight in weights]
     view = parts[0] if len(parts) == 1 else stacked_view(parts)
     return torch.cat(parts) if view is None else view
@@ -284,7 +293,7 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, layer, events):
-        ctx.save_for_backward(x)  # not the weight: ZeRO level 3 frees its memory
+        ctx.save_for_backward(x)  # not the weight: saved-tensor hooks may return a copy, which has no sink
         ctx.weight, ctx.layer, ctx.events = weight, layer, events
         return x @ weight.t()
 
@@ -347,8 +356,8 @@ def demo(group: Group) -> None:
               "gradient.\ndW3: its weight gradient is added to the buffer. ready3: its sink may reduce it.\n")
         print(*shown, sep="\n")
         kept = LAYERS * 2 * TOKENS * WIDTH * 4 / 1e6
-        print("\nBoth ways the gradients are the same to the bit. In halves, dX1 is there after 3 matmuls, not after "
-              "5, so the\nstage before can go on. The price: between the halves the queue keeps X and dY of each "
+        print("\nThe gradients are bitwise equal either way. In halves, dX1 is there after 3 matmuls, not after 5, "
+              "so the stage\nbefore can go on. The price: between the halves the queue keeps X and dY of each "
               f"layer, {kept:.2f} MB.")
 
 
