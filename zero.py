@@ -1,21 +1,22 @@
 """ZeRO: data parallel ranks shard the optimizer state, at level 2 also gradients, at level 3 also weights.
 
-What each of n = 4 ranks holds of P parameters, and what it sends per step of A micro-batches, in elements, times
-(n-1)/n. Level 0 is plain data parallelism (dp.py). Level 3 is what PyTorch calls FSDP.
+What each of n = 4 ranks holds of P parameters, and how many elements it sends per step of A micro-batches. Level 0 is
+plain data parallelism (dp.py). Level 3 is what PyTorch calls FSDP.
 
-    level   weights   gradient   optimizer state   sent      by
-    0       ████      ████       ████              2P        all-reduce of the gradient
-    1       ████      ████       █                 2P        reduce-scatter of the gradient, all-gather of the weights
-    2       ████      █          █                 (A+1)P    a reduce-scatter per micro-batch, one all-gather
-    3       █         █          █                 3AP       a reduce-scatter and two all-gathers per micro-batch
+    level   weights   gradient   optimizer state   sent, x (n-1)/n   by
+    0       ████      ████       ████              2P                all-reduce gradient
+    1       ████      ████       █                 2P                reduce-scatter gradient, all-gather weights
+    2       ████      █          █                 (A+1)P            A reduce-scatters, one all-gather
+    3       █         █          █                 3AP               A reduce-scatters, 2A all-gathers
 
 The idea: an all-reduce is a reduce-scatter and then an all-gather. ZeRO puts the update between the two. Each rank sums
 one shard of the gradient, updates this shard of the weights, and sends it to the others. So each rank needs the
 optimizer state of its shard only. Level 2 keeps only the shard of the gradient after each micro-batch. Level 3 also
 gathers the weights of a unit before its forward, and again before its backward.
 
-Symbols: n ranks of the data axis ("dp", of experts "edp": core/groups.py). P parameters. A micro-batches per step. A
-unit is the embedding, a block, or the head. A bucket has the parameters of one or more units (dp.py).
+Symbols: n ranks of the data axis ("dp", for experts "edp": core/groups.py). P parameters. A micro-batches per step. A
+unit is the embedding, a block, or the head. A bucket has the parameters of one or more units (dp.py). The papers call a
+level a stage. In this repository, "stage" means a pipeline stage.
 
 When a rank has a whole tensor, and when only its shard of it:
 
@@ -32,17 +33,18 @@ When a rank has a whole tensor, and when only its shard of it:
     (b) The gradient of a micro-batch is whole until it is reduced. The result is added to the shard.
     (c) The whole gradient keeps its memory, but only this shard of it is summed over the ranks.
 
-Where to read: PlainLevel1 is level 1 in its simplest form. Everything else changes a line of it:
+Where to read: PlainLevel1 is level 1 in its simplest form. Everything else refines it:
 
-    buckets           The collectives run under backward and forward.                             ShardedBucket
-    hybrid sharding   n ranks shard, r groups of n ranks replicate: PyTorch's HSDP.               ShardedBucket
-    reduce dtype      Gradients are sent and summed over ranks in 16 bits.                        ShardedBucket
-    level 2           Each micro-batch's gradient is reduced at once, then freed.                 Level2Bucket
-    level 3           Weights are gathered before each use, then freed.                           Level3Bucket
-    prefetch          The weights of the next unit are gathered while this one runs.              UnitWeights
-    offload           The host keeps the optimizer state and updates it.                          StateOnDevice
-    Muon              Matrices are updated whole, each by one rank.                               Optimizer
-    clipping          The norm of a gradient of which each rank has a shard.                      Optimizer
+    spans             Neighbours in a bucket that are treated alike.                   Span
+    buckets           The collectives run under backward and forward.                  ShardedBucket
+    hybrid sharding   n ranks shard, r groups of n ranks replicate: PyTorch's HSDP.    ShardedBucket
+    reduce dtype      Gradients are sent and summed over ranks in 16 bits.             ShardedBucket
+    level 2           Each micro-batch's gradient is reduced at once, then freed.      Level2Bucket
+    level 3           Weights are gathered before each use, then freed.                Level3Bucket
+    prefetch          The weights of the next unit are gathered while this one runs.   UnitWeights
+    offload           The host keeps the optimizer state and updates it.               StateOnDevice; run/offload.py
+    Muon              Matrices are updated whole, each by one rank.                    Optimizer; muon.py
+    clipping          The norm of a gradient of which each rank has a shard.           Optimizer
 
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
 Costs: the elements sent, as above. Gradients are sent in fp32 or --reduce-dtype, weights in their dtype.
@@ -50,16 +52,14 @@ Costs: the elements sent, as above. Gradients are sent in fp32 or --reduce-dtype
        Hybrid sharding over r replicas of n ranks sends 2P/n (r-1)/r more.
 Stops helping when: activations fill the memory; at levels 2 and 3, a micro-batch is too small to hide its collectives.
 
-Which collectives are not hidden under computation:
+Which collectives of weights and gradients are not hidden under computation:
 - the last reduction of a backward;
-- the first all-gather of a forward and, at level 3, the first of a backward on a pipeline stage without the head.
+- the first all-gather of a forward and, at level 3, the first of a backward on a pipeline stage without the head;
+- the sums over other axes in finish_step: of norm weights' gradients over tp, and of a tied embedding's over "tie";
+- the second exchange of Muon (muon.py).
 
-Levels 2 and 3 hold at most two buckets' whole gradients per data axis, level 3 also two units' whole weights, except:
-- afab and dualpipev keep the head's weights, and the weights of the block before it, until the head's backward;
-- a split backward (zero-bubble schedules) keeps a bucket's gradient until its weight gradients are computed;
-- a tied table keeps its gradient until its second backward;
-- Muon at level 2 puts all norms into one bucket, which keeps its gradient until the last of them.
-Levels 0 and 1 with --reduce-dtype bf16 hold a second, 16-bit copy of all gradients until finish_step.
+Levels 2 and 3 hold at most two buckets' whole gradients per data axis. Level 3 also holds at most two units' whole
+weights. Level2Bucket and UnitWeights list the exceptions.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP: prefetching); Micikevicius et al. 2018 (mixed precision).
 """
@@ -82,22 +82,22 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # ---- the plain version: level 1 of one flat buffer ------------------------------------------------------------------
 
 class PlainLevel1:
-    """Level 1 of a whole model in one flat buffer, with any optimizer of torch that treats each element by itself.
+    """Level 1 of a whole model in one flat buffer, with any element-wise optimizer of torch.
 
         optimizer = PlainLevel1(model.parameters(), group, lambda shard: torch.optim.AdamW(shard, lr=1e-3))
         loss.backward()      # per micro-batch: the sum over this rank's tokens, divided by the tokens of all ranks
         optimizer.step()     # all ranks have the same new weights
 
-    All ranks begin with the same weights. `step` also zeroes the gradient. Do not call model.zero_grad(): it would
+    All ranks must begin with the same weights. `step` also zeroes the gradient. Do not call model.zero_grad(): it would
     replace `.grad`, which must stay a view of the flat buffer.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], group: Group, make_optimizer: MakeOptimizer):
         params, self.group = list(params), group
-        length = -(-sum(param.numel() for param in params) // group.size)  # of a shard; the last one has padding
+        length = -(-sum(param.numel() for param in params) // group.size)  # of a shard, rounded up
         own = slice(group.rank * length, (group.rank + 1) * length)
 
-        self.weights = params[0].new_zeros(group.size * length)  # whole, on every rank
+        self.weights = params[0].new_zeros(group.size * length)  # whole, on every rank; padding at the end
         self.grad = torch.zeros_like(self.weights)  # whole: backward adds to all of it
         start = 0
         for param in params:
@@ -119,29 +119,44 @@ class PlainLevel1:
 
 
 # ---- spans: neighbours in a bucket that are treated alike -----------------------------------------------------------
+# A shard may begin and end anywhere in a parameter. Some operations on its elements depend on the parameter's Spec. So
+# a bucket is sorted by `treatment`, and these operations go over the few spans of equal treatment.
 
 class Span(NamedTuple):
-    """Elements start..stop of the flat tensors of a bucket: parameters that are treated alike. spec: of the first."""
+    """Elements start..stop of the flat tensors of a bucket: parameters that are treated alike.
+
+    spec: the first parameter's Spec.
+    """
     start: int
     stop: int
     spec: Spec
 
 
 def treatment(spec: Spec) -> tuple:
-    """Return what decides how elements are treated: in finish_step (partial_axes), in the norm (replicated_axes), and
-    by the update rule (decay).
+    """Return the three facts on which the treatment of a parameter's elements depends.
 
-    A bucket is sorted by this. Parameters that are treated alike keep the order of the model. So wq, wk and wv stay
-    neighbours (unless a tensor parallel rank has a copy of wk and wv), and one matmul adds to all three gradients.
+    partial_axes       the axes over which finish_step sums the gradient, such as "tp" for norm weights
+    replicated_axes    the axes along which ranks have copies, which the norm counts once
+    decay              whether the update applies weight decay
+
+    Parameters that are treated alike keep the order of the model. So wq, wk and wv stay neighbours, and one matmul adds
+    to all three gradients. (There is an exception: with more tp ranks than key and value heads, wk and wv are
+    replicated over "kv_copy", and wq is not. See core/param.py.)
     """
     return spec.partial_axes, spec.replicated_axes, not spec.decay
 
 
 def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
+    """Sort the `params` of a Bucket."""
     return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
 
 
 def find_spans(bucket: Bucket) -> list[Span]:
+    """Return the spans of a sorted bucket. They have no gaps.
+
+    Where a rank's vocabulary shard is smaller than the largest, the unused elements after it are in the span. They are
+    always zero.
+    """
     spans: list[Span] = []
     for param in bucket.params:
         start = bucket.offset[param]
@@ -160,12 +175,12 @@ class ShardedBucket(Bucket):
 
     Flat tensors:
 
-                          whole, `numel` elements   this rank's shard
+                          whole, `numel` elements   this rank's shard, numel / (number of shards) elements
         weights           weights                   weight_shard, a view of `weights`
         gradient          grad                      grad_shard, a view of `grad`
         optimizer state                             state: name -> tensor; "master" weights, and moments (rule_state)
 
-    What PlainLevel1.step does in a row is divided:
+    The four steps of PlainLevel1.step happen at different times:
 
         reduce_scatter     start_reduction, when backward has added the bucket's last gradient; continue_reduction and
                            finish_step wait for it
@@ -173,18 +188,23 @@ class ShardedBucket(Bucket):
         all_gather         update_weights starts it; unshard, before the next forward of a unit, waits for it
         grad.zero_         begin_step
 
-    Besides, gradients and optimizer state are in at least fp32 (acc_dtype). Weights in 16 bits have master weights.
+    In addition, gradients and optimizer state are in fp32 or wider (acc_dtype), except moments in moments_dtype.
+    Weights in 16 bits have master weights.
 
-    The data parallel ranks are shards x replicas: the ranks with different shards of this bucket, times the ranks with
-    the same shard.
+    Two groups of ranks: `shards` are the ranks with different shards of this bucket. `replicas` are the ranks with the
+    same shard as this rank. The data axis is "dp", or "edp" for experts.
 
-        level 0              1 shard on n replicas
-        levels 1 to 3        n shards, 1 replica of each
-        hybrid sharding      n shards, r replicas of each, on n r ranks
+                           shards                        replicas
+        level 0            this rank only                the n ranks of the data axis
+        levels 1 to 3      the n ranks of the data axis  this rank only
+        hybrid sharding    the n ranks of the data axis  the r ranks of the axis "replicate"
 
-    shards: this rank's group of ranks with different shards. replicas: its group of ranks with the same shard.
-    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype.
-    offload: run/offload.py's OffloadedState, or None.
+    So in hybrid sharding the data axis has only the ranks of one replica, and n r ranks have different data.
+
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype. If it differs from
+        acc_dtype, level 0, and level 1 without replicas, hold a second copy of all gradients, in this dtype, until
+        finish_step.
+    offload: the class OffloadedState of run/offload.py, which is called with the bucket, or None for StateOnDevice.
     last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
     """
     frees_weights = False  # level 3: `weights` have memory only while a unit uses them
@@ -197,12 +217,12 @@ class ShardedBucket(Bucket):
         self.shards, self.replicas = shards, replicas
         self.reduce_dtype = reduce_dtype or self.acc_dtype
         self.last_started = last_started
-        self.numel = padded_elements(self.numel, self.shards.size)  # the padding is in no span
+        self.numel = padded_elements(self.numel, self.shards.size)  # this padding is in no span
         length = self.numel // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
 
         self.allocate_weights(length)
-        self.unsharding = done(self.weights)  # the last all-gather
+        self.unsharding = done(self.weights)  # the most recent all-gather of the weights; at first, a finished one
 
         self.store = offload(self) if offload else StateOnDevice(self)
         needs_master = self.weights.dtype != self.acc_dtype or offload is not None
@@ -225,7 +245,8 @@ class ShardedBucket(Bucket):
         """Allocate the whole weights, and the shard, which has `length` elements."""
         self.weights = self.zeros(self.numel, self.params[0].dtype)
         for param in self.params:
-            # .data has a version counter of its own: gathering in place does not count as a change of the parameter.
+            # Assigning .data keeps the parameter's own version counter, so gathering into `weights` does not trip
+            # autograd's check of saved tensors.
             param.data = self.view(self.weights, param)
         self.weight_shard = self.weights[self.shard]
 
@@ -238,13 +259,13 @@ class ShardedBucket(Bucket):
     #     start_reduction       Start to reduce-scatter `grad` over the shards.
     #     continue_reduction    Wait for the reduce-scatter, and put its result into grad_shard. After the last one of
     #                           the step, start to all-reduce grad_shard over the replicas.
-    #     finish_step           Continue the reduction if nobody has, and wait for the all-reduce.
+    #     finish_step           Call continue_reduction, if no bucket has done so, and wait for the all-reduce.
     #
     # Level 0 has one shard, so it begins with the all-reduce. Without hybrid sharding, levels 1 to 3 have one replica,
     # and there is no all-reduce.
     #
-    # With hybrid sharding, the bucket that starts a reduction next calls continue_reduction of this one. So the
-    # all-reduces, too, run under backward, except the last. The end of a step:
+    # With hybrid sharding, the bucket that starts the next reduction first calls continue_reduction of this one. So
+    # the all-reduces also run under backward, except the last. The end of a step:
     #
     #     ready       bucket 3                bucket 2                  bucket 1                  finish_step
     #     bucket 3    start reduce-scatter    start all-reduce                                    wait
@@ -260,8 +281,8 @@ class ShardedBucket(Bucket):
         if not self.is_sharded:
             self.start_all_reduce()
             return
-        # Without replicas there is nothing to continue, and backward must not wait: if the network were a bucket
-        # behind, it would stand still.
+        # Without replicas no all-reduce follows, so nothing is waited for here: if the network lagged by a bucket,
+        # backward would stall. (Level 2 accepts this to bound memory.)
         if self.replicas.size > 1:
             self.continue_reduction_before()
         self.start_reduce_scatter(self.grad.to(self.reduce_dtype))
@@ -277,7 +298,7 @@ class ShardedBucket(Bucket):
         """Start to sum `whole` over the ranks, each of which receives its shard.
 
         The first result of a step is received in grad_shard itself, if the dtypes are the same. At level 1 grad_shard
-        is this rank's slice of `whole`. So NCCL works in place.
+        is this rank's slice of `whole`, so NCCL works in place. Later results are received in a new tensor.
         """
         into_shard = self.reduced == 0 and whole.dtype == self.acc_dtype
         received = self.grad_shard if into_shard else whole.new_empty(len(self.grad_shard))
@@ -295,7 +316,7 @@ class ShardedBucket(Bucket):
 
     def put_into_shard(self, received: Tensor) -> None:
         """Put the result of a reduce-scatter into grad_shard. It overwrites the gradient of the step before."""
-        if received is not self.grad_shard:
+        if received is not self.grad_shard:  # Pending.wait returns the tensor that was received into
             self.grad_shard.copy_(received)
 
     def start_all_reduce(self) -> None:
@@ -312,18 +333,21 @@ class ShardedBucket(Bucket):
             self.summing = None
             if total is not self.grad_shard:
                 self.grad_shard.copy_(total)
-        # With sequence parallelism tensor parallel ranks have different tokens: gradients of norms are partial over tp.
+        # With sequence parallelism, tensor parallel ranks have different tokens. So each has one term of the gradients
+        # of norm weights.
         for spec, part in self.parts(self.grad_shard):
             for axis in spec.partial_axes:
                 all_reduce(part, self.groups[axis])
 
     def owns(self, spec: Spec) -> bool:
-        """Return whether this rank counts its shard of such a parameter in the norm: one of the ranks that have the
-        same elements does."""
+        """Return whether this rank counts its elements of a parameter in the gradient norm.
+
+        Among the ranks that hold copies of the same elements, exactly one counts them.
+        """
         return self.replicas.rank == 0 and is_first_replica(spec, self.groups)
 
     def squared_norm(self) -> Tensor:
-        """Return the sum of the squared gradients that this rank owns, a scalar tensor."""
+        """Return the sum of squares of the gradient elements that this rank owns, a scalar tensor."""
         total = torch.zeros((), dtype=self.acc_dtype, device=self.device)
         for spec, part in self.parts(self.grad_shard):
             if self.owns(spec):
@@ -333,11 +357,13 @@ class ShardedBucket(Bucket):
     # The weights.
 
     def update_weights(self) -> None:
-        """Round the master weights to this rank's shard of the weights, and see that others get it. Call this after
-        `master` has changed."""
+        """Round the master weights to this rank's shard of the weights, and start sending it to the others.
+
+        Call this after `master` has changed. (Level 3 sends nothing yet: see replace_whole_weights.)
+        """
         self.unsharding.wait()  # an all-gather that nobody waited for may still read weight_shard
         for param in self.params:
-            param.generation += 1  # what was computed from the weights and cached is out of date: fp8.py
+            param.generation += 1  # makes caches of values that were computed from the weights stale: fp8.py
         self.store.copy_weights(self.master, self.weight_shard)
         self.replace_whole_weights()
 
@@ -359,13 +385,16 @@ class ShardedBucket(Bucket):
     # Parts of the shard.
 
     def within_shard(self, flat: Tensor, start: int, stop: int) -> Tensor:
-        """Return those elements start..stop of the whole bucket that are in this shard. flat: as long as the shard."""
+        """Return the elements start..stop of the bucket that are in this shard, as a slice of `flat`, perhaps empty.
+
+        flat: a tensor as long as the shard, such as grad_shard.
+        """
         start = min(max(start - self.shard.start, 0), len(flat))
         stop = min(max(stop - self.shard.start, 0), len(flat))
         return flat[start:stop]
 
     def parts(self, flat: Tensor) -> Parts:
-        """Return (spec, part of `flat`) for every span that overlaps this shard. flat: as long as the shard."""
+        """Return (spec, slice of `flat`) for every span that overlaps this shard. flat: see within_shard."""
         found = []
         for start, stop, spec in self.spans:
             part = self.within_shard(flat, start, stop)
@@ -374,19 +403,26 @@ class ShardedBucket(Bucket):
         return found
 
     def pieces(self, part: slice | None = None) -> Iterator[tuple[nn.Parameter, Box, slice]]:
-        """Yield this rank's shard, or the slice `part` of it, as boxes of parameters (core/param.py).
+        """Yield this rank's shard, or the slice `part` of it, as boxes of parameters.
+
+        A box is a block of the global tensor: one slice per dimension (core/param.py). `load` asks a source of initial
+        values for these boxes, and checkpoints read and write them, so a checkpoint does not depend on the grid.
 
         Yields (parameter, box, the slice of grad_shard and of each tensor of `state` that has the box's elements).
         Each element is in one box, padding in none.
         """
         part = part or slice(0, len(self.master))
         for param in self.params:
-            begin = self.offset[param] - self.shard.start  # of the parameter, in the shard; below 0, if before it
+            # Where the parameter begins, counted from the start of the shard. Below 0 if it begins before the shard.
+            begin = self.offset[param] - self.shard.start
             for box, place in pieces_within(part, param.box, begin):
                 yield param, box, place
 
     def load(self, source: Source, what: str = "master") -> None:
-        """Fill state[what] from a source. "master" also updates the weights, with a collective at levels 1 and 2."""
+        """Fill state[what] from a source, a function (spec, box) -> tensor (core/param.py).
+
+        "master" also updates the weights, with a collective at levels 1 and 2.
+        """
         self.unsharding.wait()  # or an all-gather of old weights would overwrite the new ones
         for param, box, place in self.pieces():
             self.state[what][place] = source(param.spec, box).flatten().to(self.state[what].device, self.acc_dtype)
@@ -401,6 +437,14 @@ class Level2Bucket(ShardedBucket):
 
     Changed from level 1: a step has one reduction per micro-batch. Its result is added to grad_shard, a tensor of its
     own. `grad` is allocated at a micro-batch's first gradient (Bucket.main_grad), and freed when it has been reduced.
+
+    At most two buckets per data axis have a whole gradient: one is being reduced, and backward adds to the other. There
+    are three exceptions:
+    - In a split backward (zero-bubble schedules) a bucket keeps its gradient from the first gradient that is not
+      deferred until the weight gradients have been computed.
+    - The bucket of a tied embedding keeps its gradient from the head's backward to the embedding's.
+    - With Muon at level 2, the norm weights and biases of many units share one bucket. It keeps its gradient until the
+      backward of the last of these units.
     """
 
     def allocate_gradient(self, length: int) -> None:
@@ -412,10 +456,12 @@ class Level2Bucket(ShardedBucket):
         self.reductions = micro_batches
 
     def ready(self, param: nn.Parameter) -> None:
-        """Count a gradient. After as many as a micro-batch has, start a reduction.
+        """Count a gradient. When the count reaches the number of a micro-batch's gradients, start a reduction.
 
-        In a split backward they can come from different micro-batches, because the gradients of norms are computed
-        before the gradients of matrices. Each gradient is still reduced once.
+        In a split backward, one reduction can have gradients of different micro-batches. Gradients of norm weights are
+        not deferred: micro-batch 2's may be counted before the matrices' gradients of micro-batch 1. This changes no
+        sum: a gradient is counted after it has been added, and a reduction takes everything that has been added. So
+        each gradient is reduced exactly once, at the latest by the last reduction of the step.
         """
         super().ready(param)  # starts a reduction if this was the last gradient of the step
         if self.missing > 0 and self.missing % self.grads_per_micro_batch == 0:
@@ -429,7 +475,7 @@ class Level2Bucket(ShardedBucket):
         self.start_reduce_scatter(whole)
 
     def put_into_shard(self, received: Tensor) -> None:
-        """Add the result of a reduce-scatter to grad_shard. The first one overwrites the last step's gradient."""
+        """Add the result of a reduce-scatter to grad_shard. The first of a step overwrites the last step's gradient."""
         if self.reduced == 0:
             super().put_into_shard(received)
         else:
@@ -442,7 +488,7 @@ class Level3Bucket(Level2Bucket):
     """A bucket whose whole weights have memory only while a unit uses them.
 
     Changed from level 2: weight_shard is a tensor of its own. `unshard` gathers the whole weights, `reshard` frees
-    them. The parameters stay views of the freed memory, and are valid again once it has been allocated again.
+    them. The parameters stay views of the freed memory, and are valid again once the weights have been gathered again.
     """
     frees_weights = True
 
@@ -481,10 +527,10 @@ class Level3Bucket(Level2Bucket):
 
 
 def make_bucket(params: dict[nn.Parameter, int], groups: Groups, level: int, **settings) -> ShardedBucket:
-    """Return the bucket of a level. settings: the other arguments of ShardedBucket.
+    """Return a bucket of the class that the level needs, with the groups of ShardedBucket's table.
 
-    groups["replicate"]: the ranks with the same shard, in hybrid sharding; the data axis is then one replica. A data
-    axis of one rank has nothing to shard: its buckets are level 0's.
+    A data axis of one rank has nothing to shard, so its buckets are ShardedBuckets at every level.
+    settings: the other arguments of ShardedBucket.
     """
     data_axis = groups[list(params)[0].spec.data_axis]
     shards, replicas = (data_axis, groups["replicate"]) if level else (ALONE, data_axis)
@@ -501,15 +547,25 @@ def make_bucket(params: dict[nn.Parameter, int], groups: Groups, level: int, **s
 class UnitWeights:
     """Hooks around a unit, so that its weights are whole while it uses them.
 
-    U: unshard, wait until the weights of this unit are whole. At levels 1 and 2 this waits for the all-gather that the
-    update has started. The others act at level 3 only. P: prefetch, start the all-gather of the unit that runs next.
-    R: reshard, free the weights. A model of two units and a head:
+        U    unshard: wait until the weights of this unit are whole
+        P    prefetch: start the all-gather of the unit that runs next
+        R    reshard: free the weights
 
-        forward     U1 P2 [unit 1] R1     U2 P3 [unit 2] R2     U3 [head] P2
-        backward          [head]   R3     U2 P1 [unit 2] R2     U1 [unit 1] R1
+    Level 3, with two blocks and a head:
+
+        forward     U1 P2 [block 1] R1     U2 P3 [block 2] R2     U3 [head] P2
+        backward          [head]    R3     U2 P1 [block 2] R2     U1 [block 1] R1
+
+    At levels 1 and 2, U waits for the all-gather that the update has started, and P and R do nothing.
 
     The head's weights stay whole from its forward to its backward, which in most schedules follows directly. The
-    embedding's backward reads no weights, so nothing is gathered for it.
+    embedding's backward reads no weights, so nothing is gathered for it. At most two units have whole weights, with one
+    exception: the schedules afab (all forwards, then all backwards) and dualpipev (which interleaves forwards and
+    backwards of different micro-batches) run other work between the head's forward and its backward. Meanwhile the
+    weights of the head stay whole, and so do the prefetched weights of the block before it.
+
+    When a block is recomputed (recompute.py), its backward runs its forward again, between U and R. These hooks are not
+    called again, because recomputation calls a method of the block, not the module.
 
     following: the UnitWeights of the next unit of the stage, None for the last one.
     """
@@ -538,7 +594,7 @@ class UnitWeights:
     def before_forward(self, unit: nn.Module, inputs: tuple) -> tuple:
         self.unshard(self.following)
         x, *others = inputs
-        x = call_in_backward(self.reshard, x)  # the gradient of x is the last that is computed from the weights
+        x = call_in_backward(self.reshard, x)  # after the gradient of x, backward no longer reads these weights
         # Backward calls nothing if x needs no gradient. That is right in an evaluation, which has no backward, and for
         # the embedding, whose x is token ids and whose backward reads no weights. Other units would miss their weights.
         misses = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
@@ -572,8 +628,10 @@ def add_hooks(units: Units, buckets: list[ShardedBucket], head: nn.Module | None
 
 
 def call_in_backward(action: Callable[[], None], x: Tensor) -> Tensor:
-    """Return x. When its complete gradient is there, backward calls `action` before it goes on."""
-    x = x.view_as(x)  # a node of its own in the graph: backward comes to it after all that has used it, and before x
+    """Return a view of x. When the view's gradient is complete, backward calls `action` before it goes on."""
+    # The view has a node of its own in the graph. Backward reaches it after all uses of the view, and before the node
+    # that produced the original x.
+    x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(lambda grad: action())
     return x
@@ -603,7 +661,7 @@ class StateOnDevice:
 # ---- the update: clipping, loss scale, Muon -------------------------------------------------------------------------
 
 class ElementwiseUpdate:
-    """The update of buckets by a rule that treats each element by itself, so that shards are updated as the whole is.
+    """The update of buckets by an element-wise rule. Updating shards then equals updating the whole.
 
     muon.Muon has the same methods. settings: betas, eps and weight_decay.
     """
@@ -612,7 +670,7 @@ class ElementwiseUpdate:
         self.buckets, self.rule, self.settings = buckets, rule, settings
 
     def start(self, grads: Mapping[ShardedBucket, Pending], step: StepScalars) -> None:
-        """Update all buckets. grads: bucket -> gradient of its shard."""
+        """Update all buckets. grads: bucket -> a Pending whose result is the gradient of its shard."""
         for bucket in self.buckets:
             self.update(bucket, grads[bucket].wait(), step)
             bucket.update_weights()
@@ -638,15 +696,17 @@ class Optimizer:
         optimizer.finish_step()
         norm = optimizer.step(lr)
 
-    groups: axis -> group, with "world" and "replicate" (the ranks with the same shard, in hybrid sharding).
+    groups: axis -> group. It must have "world", "replicate" (of one rank without hybrid sharding), the data axes of
+        the parameters and, for rule="muon", "muon".
     bucket_mb: the size of a bucket (dp.py). Level 3 takes 0, so that a bucket has the parameters of one unit.
     clip: the largest norm of the whole gradient; 0 for no clipping.
-    moments_dtype: of the moments m and v. Default: the accumulation dtype.
-    reduce_dtype: in which gradients are sent and summed over ranks. Default: the accumulation dtype. The sum over
-        micro-batches is always in the accumulation dtype.
-    head: the unit that stays whole from its forward to its backward at level 3.
-    offload: run/offload.py's OffloadedState, or None.
-    peers: who shares the work of rule="muon", see groups.peers_of. Default: this rank does all of it.
+    moments_dtype: the dtype of the moments m and v. Default: the accumulation dtype.
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks. Default: the accumulation dtype. The sum
+        over micro-batches is always in the accumulation dtype.
+    head: the unit whose weights stay whole from its forward to its backward at level 3.
+    offload: the class OffloadedState of run/offload.py, or None to keep the optimizer state on the device.
+    peers: the ranks that share the work of rule="muon", as peers_of of core/groups.py returns them. Default: this rank
+        does all the work.
     """
 
     def __init__(self, units: Units, groups: Groups, *, bucket_mb: float = 25.0, level: int = 0, rule: str = "adamw",
@@ -707,7 +767,11 @@ class Optimizer:
         return loss * self.loss_scale.value if self.loss_scale else loss
 
     def finish_step(self) -> None:
-        """Finish all gradients, in an order that all ranks share: pipeline ranks may list their stages differently."""
+        """Finish all gradients, in the order of the buckets' names.
+
+        Ranks must call the blocking collectives that they share in the same order, and pipeline ranks may list their
+        buckets in different orders.
+        """
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.name):
             bucket.finish_step()
 
@@ -731,11 +795,11 @@ class Optimizer:
         return norm
 
     def clip_grads(self, norm: Tensor) -> Tensor:
-        """Clip, and undo the loss scale. Return grad_scale, by which the update rules still have to divide gradients.
+        """Return grad_scale, by which the update divides gradients. One division clips and undoes the loss scale.
 
-        The kernels of update rules divide while they read the gradients, which saves a pass over them. There are two
-        exceptions, whose gradients are multiplied here. The kernels read grad_scale in fp32, which is too coarse for
-        fp64 runs. Muon has no such kernel.
+        The kernels of update rules divide while they read the gradients, which saves a pass over them. Two kinds of
+        gradients are scaled here instead. In fp64 runs, all of them: kernels read grad_scale in fp32, which is too
+        coarse, so the result is 1. In other runs, the gradients of matrices under Muon, which ignores grad_scale.
         """
         limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
         factor = limit / self.scale_loss(1.0)
