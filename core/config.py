@@ -14,14 +14,14 @@ with experts also how their load is balanced. Every flag that is given overrides
 
 The settings come first, section by section. The presets follow, then the names that other programs use for these
 settings, then the functions that read the command line. core/rules.py takes their result, fills in defaults that depend
-on other settings, and checks that the settings go together.
+on other settings, and checks that the settings go together. The last two functions of this file compute how sequences
+and buckets are padded.
 
 A mistake raises ValueError with one line: the flag, its value and what would work. This file imports only the standard
 library and schedules.py, which imports nothing of the project. So a mistyped flag is reported at once, and not after
 torch has been imported.
 """
 import argparse
-import contextlib
 import difflib
 import math
 import os
@@ -49,9 +49,13 @@ def setting(default, help, choices=None, most=LARGEST, positive=False, needs="",
     choices   the values that are allowed; None: every value of the field's type
     most      the largest number allowed
     positive  whether a number must be above 0; otherwise it must be 0 or more
-    needs     another setting, without which this one has no effect: giving it alone is then an error
-    auto      whether the default follows from other settings. The user writes it as `auto`. In the code it is
-              `default`, a number that is no valid value, until rules.complete replaces it.
+    needs     another setting, without which this one has no effect: any value except the default is then an error
+    auto      whether the default follows from other settings. The user writes it as `auto`. In the code `default`, a
+              number that is no valid value, stands for it until rules.complete replaces it
+
+    Three cases of `auto` are resolved elsewhere: --v-head-dim by Model.value_dim, --separator by the data files
+    (run/data.py), and what --grid auto leaves open by plan/search.py. A setting of text that may be auto, such as
+    --dtype, has "auto" among its choices instead.
     """
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs, "auto": auto}
@@ -108,12 +112,13 @@ class Model:
     """The architecture: a Llama, dense or with experts."""
     preset: str = setting("tiny", help=(
         "The architecture that the other flags of this section start from, such as llama-3.1-8b or tiny-moe. "
-        "core/config.py lists all in PRESETS. Flags override the preset."))
+        "PRESETS in core/config.py lists all. Flags override the preset."))
     layers: int = positive(4, "Number of transformer blocks.", most=MOST_LAYERS)
     hidden: int = positive(128, "Width of the residual stream.")
     heads: int = positive(4, "Number of query heads.")
     kv_heads: int = positive(2, "Number of key and value heads. heads / kv-heads query heads share each of them.")
-    head_dim: int = positive(0, "Width of a query or key head. auto: hidden / heads.", auto=True)
+    head_dim: int = positive(0, auto=True, help=(
+        "Width of a query or key head, including the channels of --rope-head-dim. auto: hidden / heads."))
     ffn: int = positive(352, "Inner width of the feed-forward layer (SwiGLU).")
     vocab: int = positive(TEXT_VOCAB, help=(
         "Number of tokens in the vocabulary. Training on text files needs at least 257: the 256 byte values and a "
@@ -190,6 +195,7 @@ class Model:
 @dataclass
 class Grid:
     """How the ranks divide the work: dp x cp x tp x pp = the number of ranks."""
+    # Who chooses the grid: the flags, or the planner. `config.grid.grid == "given"` means that the flags do.
     grid: str = setting("given", choices=("given", "auto"), help=(
         "given: the grid is what the flags below say. auto: the planner (plan/search.py) chooses the grid that it "
         "predicts to be the fastest on this machine. It chooses axes, ZeRO level, micro-batch, schedule and "
@@ -198,17 +204,18 @@ class Grid:
     cp: int = positive(1, "Context-parallel ranks. Each holds 1/cp of every sequence.")
     cp_style: str = setting("allgather", choices=CP_STYLES, help=(
         "How context-parallel ranks attend to the whole sequence. allgather: they gather all keys and values. ring: "
-        "they pass keys and values round a ring. ulysses: an all-to-all gives each rank the whole sequence of 1/cp of "
+        "they pass keys and values around a ring. ulysses: an all-to-all gives each rank the whole sequence of 1/cp of "
         "the heads."))
     cp_zigzag: str = setting("sequence", choices=("sequence", "document"), help=(
-        "What is split so that context-parallel ranks have equal work. sequence: each sequence. document: each "
-        "document; this needs --mask-documents, and pays off if the attention kernel skips hidden tiles."))
+        "What is divided into zig-zag chunks, so that context-parallel ranks have equal work: each sequence, or each "
+        "document. document needs --mask-documents, and pays off if the attention kernel skips masked tiles."))
     cp_ulysses: int = positive(1, help=(
         "Combine two styles of context parallelism: this many neighbouring ranks exchange heads as in ulysses, and "
         "such groups exchange keys and values by --cp-style. 1: one style only."))
     tp: int = positive(1, "Tensor-parallel ranks. Each holds 1/tp of the weights of every layer.")
     pp: int = positive(1, help=(
         "Pipeline-parallel ranks. Each holds one pipeline stage, a range of layers, or several (--virtual-stages)."))
+    # `runs` is False for schedules that can only be drawn.
     schedule: str = setting("1f1b", choices=tuple(name for name, schedule in SCHEDULES.items() if schedule.runs), help=(
         "Pipeline schedule: the order of forward and backward passes on each rank. "
         "python -m run.timeline --schedule NAME draws it."))
@@ -217,8 +224,8 @@ class Grid:
     ep: int = positive(1, needs="experts", help=(
         "Expert-parallel ranks, taken from the ranks of dp, cp and tp. Each holds 1/ep of the experts."))
     zero: int = setting(0, choices=(0, 1, 2, 3), help=(
-        "ZeRO level: what data-parallel ranks shard. 0: nothing. 1: the optimizer state. 2: also gradients. 3: also "
-        "weights, as FSDP does."))
+        "ZeRO level: what the dp x cp ranks shard instead of replicating it. 0: nothing. 1: the optimizer state. 2: "
+        "also gradients. 3: also weights, as FSDP does."))
     dp_replicate: int = positive(1, needs="zero", help=(
         "Hybrid sharding: the number of replicas. ZeRO shards each of them over dp x cp / dp-replicate ranks."))
     sp: str = setting("on", choices=("off", "on", "async"), help=(
@@ -231,12 +238,12 @@ class Grid:
 
     @property
     def head_ranks(self) -> int:
-        """How many neighbouring context-parallel ranks exchange heads; beyond them, ranks exchange keys and values."""
+        """How many neighbouring context-parallel ranks exchange heads. Groups of these exchange keys and values."""
         return self.cp if self.cp_style == "ulysses" else self.cp_ulysses
 
     @property
     def document_ranks(self) -> int:
-        """Over how many ranks --cp-zigzag document splits each document; 1: documents are not split."""
+        """The number of ranks that share each document under --cp-zigzag document; 1: documents are not divided."""
         return self.cp // self.head_ranks if self.cp_zigzag == "document" else 1
 
     @property
@@ -263,7 +270,7 @@ class Precision:
     fp8: str = setting("none", choices=("none", *FP8_RECIPES), help=(
         "Multiply in FP8 in the linear layers of blocks. tensorwise: one scale per tensor, on which ranks have to "
         "agree, and gradients in E5M2. blockwise: one scale per block of 1x128 or 128x128 elements."))
-    fp8_ends: bool = setting(True, "Use --fp8 in the first and the last block, too.")
+    fp8_ends: bool = setting(True, "Use --fp8 in the first and the last layer, too.")
     moments_dtype: str = setting("auto", choices=("auto", "bf16"), help=(
         "Data type of AdamW's moments. auto: fp32, or fp64 in fp64 runs."))
     reduce_dtype: str = setting("fp32", choices=("fp32", "bf16"), help=(
@@ -274,7 +281,7 @@ class Precision:
         "stores all scores. auto: sdpa; on GPUs, triton if documents are masked or there is a window."))
     kernels: str = setting("auto", choices=("auto", "torch"), help=(
         "Kernels of norms, SwiGLU, rotary embedding, loss and FP8. auto: on GPUs the Triton kernels of this project, "
-        "and torch in place of one that does not run. torch: torch only, for attention, too."))
+        "and torch in place of one that does not run. torch: only torch, including attention."))
     recompute: str = setting("none", choices=("none", "selective", "full"), help=(
         "What backward recomputes, so that it need not be stored. selective: norms, SwiGLU, attention scores, and keys "
         "and values made from latents. full: whole layers."))
@@ -308,17 +315,19 @@ class Batch:
         """
         if not self.batch_ramp:
             return [(self.global_batch, 0.0)]
-        with contextlib.suppress(ValueError):
-            ramp = []
+        malformed = (f'--batch-ramp "{self.batch_ramp}": write sequences@tokens, from 0 tokens on and in order, '
+                     'such as "16@0,32@1e6"')
+        ramp = []
+        try:
             for stage in self.batch_ramp.split(","):
                 size, start = stage.split("@")
                 ramp.append((int(size), float(start)))
-            sizes, starts = zip(*ramp)
-            in_order = starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:]))
-            if in_order and min(sizes) > 0 and max(sizes) <= LARGEST:
-                return ramp
-        raise ValueError(f'--batch-ramp "{self.batch_ramp}": write sequences@tokens, from 0 tokens on and in order, '
-                         'such as "16@0,32@1e6"')
+        except ValueError:  # from split, int or float
+            raise ValueError(malformed) from None
+        sizes, starts = zip(*ramp)
+        in_order = starts[0] == 0 and all(a < b for a, b in zip(starts, starts[1:]))
+        need(in_order and min(sizes) > 0 and max(sizes) <= LARGEST, malformed)
+        return ramp
 
 
 @dataclass
@@ -335,7 +344,8 @@ class Optim:
     warmup: int = setting(-1, "Steps of linear warmup. auto: 20, but at most a tenth of the run.", auto=True)
     weight_decay: float = setting(0.1, "Decoupled weight decay of matrices. Norms and biases are not decayed.")
     betas: tuple = setting((0.9, 0.95), help=(
-        "Decay rates of AdamW's running averages of the gradient and of its square."))
+        "Decay rates of AdamW's running averages of the gradient and of its square. With muon, they apply to the "
+        "weights that AdamW updates."))
     z_loss: float = setting(0.0, help=(
         "Coefficient of the z-loss, the squared log-sum-exp of each token's logits, which keeps logits small. 0: off."))
     mtp_weight: float = positive(0.3, needs="mtp", help=(
@@ -374,7 +384,7 @@ class Data:
     eval_steps: int = positive(8, "Global batches per evaluation; fewer if the validation data has fewer.")
 
     def weights(self) -> tuple[int, ...]:
-        """Return the weight of each path of --data, without a common divisor; () if no weights are given.
+        """Return the weight of each path of --data, divided by their greatest common divisor; () without weights.
 
         Raises ValueError if --data-weights is malformed.
         """
@@ -407,7 +417,8 @@ class Run:
         "the last checkpoint, so --checkpoint-dir has to be given, too."))
     metrics: str = setting("", "Append the metrics of each step to this file, or to /dev/stdout, as one line of JSON.")
     profile: str = setting("", help=(
-        "Write a trace of steps 3 to 5 into this folder, for Perfetto, and print the operations that take longest."))
+        "Write a trace of steps 3 to 5, counted from 0, into this folder, for Perfetto, and print the operations that "
+        "take longest."))
     memory_snapshot: str = setting("", help=(
         "Write torch's snapshot of rank 0's GPU memory in the first six steps to this file."))
     sample_prompt: str = setting("def ", help=(
@@ -422,10 +433,10 @@ class Run:
     max_skipped: int = setting(25, help=(
         "A step whose gradient is not finite is skipped. Fail after this many skipped steps in a row. 0: never fail."))
     rewind: int = setting(0, help=(
-        "How many times in a run to go back, instead of failing by --max-skipped, to the checkpoint before the skipped "
-        "steps, and to leave out the samples of these steps."))
+        "Instead of failing by --max-skipped, go back to the checkpoint before the skipped steps, and leave out their "
+        "samples. At most this many times in a run."))
     check_replicas: int = setting(0, help=(
-        "Steps between checks that values which several ranks hold are equal to the bit. 0: never check."))
+        "Steps between checks that replicas, values that several ranks hold, are bitwise identical. 0: never check."))
 
     def dry_run_as(self) -> tuple[int, int]:
         """Return (rank, number of ranks) of --dry-run. Raises ValueError if it is malformed."""
@@ -479,7 +490,7 @@ QWEN3 = dict(QWEN, qk_norm=True, head_dim=128)
 LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, head_dim=192, rope_head_dim=64, v_head_dim=128)
 DEEPSEEK = dict(LATENT, top_k=8, expert_ffn=2048, router="sigmoid", shared_experts=1, norm_eps=1e-6,
                 router_bias_rate=1e-3)
-PRESETS = {  #             layers hidden heads kv    ffn
+PRESETS = {  #             layers hidden heads kv  ffn  vocab
     "tiny": {},
     "smollm-135m":    sizes(30,   576,   9,   3,  1536, 49152, tied=True),
     "smollm-360m":    sizes(32,   960,  15,   5,  2560, 49152, tied=True),
@@ -557,9 +568,9 @@ IN_OTHER_TRAINERS = {
 
 # ---- values of settings ---------------------------------------------------------------------------------------------
 
-def name_of(asked: str) -> str:
+def name_of(typed: str) -> str:
     """Return the setting that "--sp async" or "--sp" is about: "sp". The inverse of `flag`."""
-    return asked.split()[0].removeprefix("--").replace("-", "_")
+    return typed.split()[0].removeprefix("--").replace("-", "_")
 
 
 def written(name: str, value: Any) -> str:
@@ -612,8 +623,8 @@ def read(arguments: list[str]) -> dict[str, Any]:
 def expand(arguments: list[str], inside: tuple[str, ...] = ()) -> list[str]:
     """Replace each `@file` by the flags in that file, where # begins a comment, and spell flags with dashes.
 
-    Behind a flag that takes one value, "@..." is that value: `--sample-prompt @dataclass`. `--global_batch=8` becomes
-    `--global-batch=8`. inside: the files that are being read, so that a file which reads itself is found.
+    After a flag that takes one value, "@..." is that value: `--sample-prompt @dataclass`. `--global_batch=8` becomes
+    `--global-batch=8`. inside: the files that are being read, from which a file that reads itself is recognised.
     """
     out: list[str] = []
     for argument in arguments:
@@ -640,8 +651,8 @@ def takes_one_value(word: str) -> bool:
 
 
 EXIT_CODES = ("Exit codes: 0: done, or saved and ended on request (SIGTERM, Ctrl-C, --time-limit). 1: a rank failed; "
-              "the last line of train.py says why. 2: these flags, this data or this checkpoint cannot run. 128 + the "
-              "signal's number: a second signal came. Under torchrun every code except 0 becomes 1.")
+              "the last line that train.py prints says why. 2: these flags, this data or this checkpoint cannot run. "
+              "128 + the signal's number: a second signal came. Under torchrun every code except 0 becomes 1.")
 
 
 class Parser(argparse.ArgumentParser):
@@ -670,30 +681,40 @@ def make_parser(sections: dict[str, type] = SECTIONS, description: str | None = 
     for name, section in sections.items():
         group = parser.add_argument_group(name)
         for f in fields(section):
-            choices, default = f.metadata["choices"], f.default
+            choices = f.metadata["choices"]
             if f.type is bool:
                 kwargs = dict(action=argparse.BooleanOptionalAction)
-                default = "on" if default else "off"
             elif f.type is list:
                 kwargs = dict(nargs="*", metavar="PATH")
-                default = ""
+            elif choices:
+                kwargs = dict(metavar=f"{{{','.join(map(str, choices))}}}")
             else:
-                kwargs = dict(metavar=f"{{{','.join(map(str, choices))}}}" if choices else f.type.__name__.upper())
-                if f.type is tuple:
-                    default = ",".join(map(str, default))
-            if f.metadata["auto"]:
-                default = "auto"
+                kwargs = dict(metavar=f.type.__name__.upper())
             text = f.metadata["help"]
             if f.metadata["needs"]:
                 text += f" Needs {flag(f.metadata['needs'])}."
-            if default != "":
-                text += f" [{default}]"
+            if shown := default_in_help(f):
+                text += f" [{shown}]"
             group.add_argument(flag(f.name), help=text, **kwargs)
     return parser
 
 
+def default_in_help(declared: Field) -> str:
+    """Return a setting's default as a user would type it; "" for an empty text or list."""
+    if declared.metadata["auto"]:
+        return "auto"
+    if declared.type is bool:
+        return "on" if declared.default else "off"
+    if declared.type is list:
+        return ""  # every list is empty by default
+    if declared.type is tuple:
+        return ",".join(map(str, declared.default))
+    return str(declared.default)
+
+
 def read_flags(parser: Parser, declared: dict[str, Field], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return (name -> value of each flag that is given, the other words). Raises ValueError for a wrong value."""
+    # For --tied=yes argparse would say "ignored explicit argument", and not what to write.
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         field = declared.get(name_of(name).removeprefix("no_")) if equals and name.startswith("--") else None
@@ -702,16 +723,18 @@ def read_flags(parser: Parser, declared: dict[str, Field], arguments: list[str])
     given, rest = parser.parse_known_args(arguments)
     values = {}
     for name, typed in vars(given).items():
-        values[name] = read_value(declared[name], typed) if isinstance(typed, str) else typed  # not text: bool, list
+        is_read = not isinstance(typed, str)  # argparse returns a bool or a list as it is
+        values[name] = typed if is_read else read_value(declared[name], typed)
     return values, rest
 
 
 def read_value(field: Field, typed: str) -> Any:
     """Return the value that was typed for a flag, in the field's type. Raises ValueError, which says what to write."""
-    asked, choices = f"{flag(field.name)} {typed or repr(typed)}", field.metadata["choices"]
+    shown = f"{flag(field.name)} {typed or repr(typed)}"  # how the error begins; an empty value is shown as ''
+    choices = field.metadata["choices"]
     if choices:
         by_name = {str(choice): choice for choice in choices}
-        need(typed in by_name, f"{asked}: use one of {', '.join(by_name)}")
+        need(typed in by_name, f"{shown}: use one of {', '.join(by_name)}")
         return by_name[typed]
     may_be_auto = field.metadata["auto"]
     if may_be_auto and typed == "auto":
@@ -721,10 +744,10 @@ def read_value(field: Field, typed: str) -> Any:
     except ValueError:
         what = {int: "a whole number", float: "a number", tuple: "numbers with commas between them"}[field.type]
         such = f", such as {','.join(map(str, field.default))}" if field.type is tuple else ""
-        raise ValueError(f"{asked}: write {what}{such}{' or auto' if may_be_auto else ''}") from None
-    if may_be_auto:
+        raise ValueError(f"{shown}: write {what}{such}{' or auto' if may_be_auto else ''}") from None
+    if may_be_auto:  # its default, such as -1, stands for auto in the code only: nobody may type it
         above = "above 0" if field.metadata["positive"] else "0 or more"
-        need(value != field.default, f"{asked}: must be {above}, or auto")
+        need(value != field.default, f"{shown}: must be {above}, or auto")
     return value
 
 
