@@ -1,12 +1,14 @@
 """Which settings go together, and why.
 
-`parse` turns a command line into the settings of a run, in four steps:
+`parse` turns a command line into the settings of a run, in five steps:
 
-    read        config.read finds which flags are given, and their values
-    merge       flags override the preset or, in a resumed run, the settings of the checkpoint
-    complete    defaults that depend on other settings are filled in, such as --dp from the number of ranks
-    check       each setting is in its range; then every rule of the table below holds; then the batch and the pipeline
-                schedule fit the grid
+    read      config.read finds which flags are given, and their values
+    merge     flags override the preset or, in a resumed run, the settings of the checkpoint
+    ranges    each setting is in its range
+    defaults  defaults that depend on other settings are filled in, such as --dp from the number of ranks
+    check     every rule of the table below holds; then the batch and the pipeline schedule fit the grid
+
+The function `complete` does the last three.
 
 The table has one row per rule, and there are two kinds of rows:
 
@@ -14,7 +16,7 @@ The table has one row per rule, and there are two kinds of rows:
     Divides("--kv-heads", model.heads, "--heads")        the setting, the number it must divide, the name of the number
 
 tests/test_config.py lists, in the order of the table, a command line that each row refuses, and the error. Errors are
-ValueErrors of one line: the flag, its value and what would work. Like core/config.py, this file does without torch.
+ValueErrors of one line: the flag, its value and what would work. Like core/config.py, this file does not import torch.
 """
 import math
 from dataclasses import fields
@@ -44,30 +46,32 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     """Return the complete and checked settings of a run on `world` ranks. With --grid auto, the grid is still open.
 
     inherited: the settings of a checkpoint or of a published model, which replace the preset's. owner: says whose they
-    are, for errors. If a flag turns experts or latent attention off, everything inherited about them is dropped, too.
+    are, for errors. If a flag turns experts or latent attention off, every inherited setting that needs them (`needs`
+    in core/config.py) has its default again. --head-dim needs neither and stays as inherited.
     Raises ValueError, with one line, for settings that cannot run.
     """
     flags = read(arguments)
-    assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), "run/cli.py reads these"
+    assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), (
+        "with --resume or --init-from, the caller (run/cli.py) must pass `inherited`")
     preset = flags.get("preset", "tiny")
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     if inherited is None:
         inherited, owner = PRESETS[preset], f"of --preset {preset}"
-    for name, f in FIELDS.items():
-        needed = f.metadata["needs"]
-        if needed in ("experts", "kv_lora_rank") and flags.get(needed) == 0:
-            inherited = {other: value for other, value in inherited.items() if other != name}
+    turned_off = [name for name in ("experts", "kv_lora_rank") if flags.get(name) == 0]
+    inherited = {name: value for name, value in inherited.items()
+                 if FIELDS[name].metadata["needs"] not in turned_off}
     values = inherited | flags
     sections = {}
     for name, section in SECTIONS.items():
         sections[name] = section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
     config = Config(**sections)
     config.arguments = list(arguments)
-    config.before_defaults = {name: config.value(name) for name in FIELDS}  # `complete` changes none of these in place
+    # `complete` replaces values and never mutates one, so these stay as they are.
+    config.before_defaults = {name: config.value(name) for name in FIELDS}
     try:
         complete(config, world)
     except ValueError as error:
-        name = name_of(str(error)).rstrip(":")
+        name = name_of(str(error)).rstrip(":")  # every error begins with its flag
         if owner and name in inherited and name not in flags:
             raise ValueError(f"{error} ({flag(name)} is {owner}: give another)") from None
         raise
@@ -75,9 +79,10 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
 
 
 def complete(c: Config, ranks: int) -> None:
-    """Fill in, in place, the defaults that depend on other settings, and check all settings.
+    """Check ranges, fill in (in place) the defaults that depend on other settings, and check all rules.
 
-    ranks: the number of ranks; a dry run has as many as it pretends. Raises ValueError for settings that cannot run.
+    ranks: the number of processes; a dry run takes the number of ranks from its flag instead. Raises ValueError for
+    settings that cannot run.
     """
     if c.run.dry_run:
         need(ranks == 1, f"--dry-run on {ranks} ranks: one process pretends to be one of them, leave out torchrun")
@@ -135,16 +140,20 @@ class Divides(NamedTuple):
     def check(self, c: Config) -> None:
         if self.number % c.value(name_of(self.setting)):
             works = divisors(self.number)
+            one_of = "one of " if len(works) > 1 else ""
             raise ValueError(f"{as_typed(c, self.setting)} does not divide {self.what} ({self.number}): use "
-                             f"{'one of ' * (len(works) > 1)}{', '.join(map(str, works))}{self.hint}")
+                             f"{one_of}{', '.join(map(str, works))}{self.hint}")
 
 
-def as_typed(c: Config, asked: str) -> str:
-    """Return the setting of a rule, with its value in this run, as a user types it."""
-    name, value = flag(name_of(asked)), c.value(name_of(asked))
+def as_typed(c: Config, setting: str) -> str:
+    """Return the setting of a rule, with its value in this run, as a user types it: "--tp 3", "--tied", "--no-tied"."""
+    name = name_of(setting)
+    value = c.value(name)
     if value is True:
-        return name
-    return f"--no-{name[2:]}" if value is False else f"{name} {written(name_of(asked), value)}"
+        return flag(name)
+    if value is False:
+        return flag(f"no_{name}")
+    return f"{flag(name)} {written(name, value)}"
 
 
 def divisors(number: int) -> list[int]:
@@ -159,11 +168,11 @@ def every_rule(c: Config) -> list[Needs | Divides]:
 
     All conditions are computed before the first check, from settings whose defaults `complete` has filled in.
     """
-    return [*settings_without_effect(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_run(c)]
+    return [*rules_of_config(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_run(c)]
 
 
-def settings_without_effect(c: Config) -> list[Needs]:
-    """The rules that core/config.py declares with `needs`: a setting that is given without another has no effect."""
+def rules_of_config(c: Config) -> list[Needs]:
+    """The rules that core/config.py declares with `needs`: one setting has no effect without another."""
     found = []
     for name, f in FIELDS.items():
         if other := f.metadata["needs"]:
@@ -176,10 +185,10 @@ def settings_without_effect(c: Config) -> list[Needs]:
 def rules_of_the_model(c: Config) -> list[Needs | Divides]:
     """The rules that concern only the architecture. With --grid auto they are checked before a grid is chosen."""
     model = c.model
-    own_head_dim = c.before_defaults["head_dim"]  # 0: it follows from --hidden
+    given_head_dim = c.before_defaults["head_dim"]  # by a flag or a preset; 0: it follows from --hidden
     experts_in_reach = model.experts // model.expert_groups * model.top_groups
     return [
-        Divides("--heads", 0 if own_head_dim else model.hidden, "--hidden", ", or set --head-dim"),
+        Divides("--heads", 0 if given_head_dim else model.hidden, "--hidden", ", or set --head-dim"),
         Divides("--kv-heads", model.heads, "--heads"),
         Needs("--head-dim", model.head_dim % 2 == 0, "to be even: rotary embedding rotates pairs of channels"),
 
@@ -207,7 +216,9 @@ def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
     """The rules of the axes, which divide ranks, heads, layers, experts and tokens."""
     model, grid, schedule = c.model, c.grid, SCHEDULES[c.grid.schedule]
     more_ranks = ", or start more ranks (torchrun --nproc_per_node)"
+    # `grouped` schedules take any number of stages per rank; others have a fixed one. `runs`: not only drawn.
     any_stages = " and ".join(name for name, other in SCHEDULES.items() if other.grouped and other.runs)
+    # Styles that exchange keys. ring is named before allgather, the default, which needs no flag.
     by_keys = " or ".join(style for style in reversed(CP_STYLES) if style != "ulysses")
     return [
         Divides("--pp", c.ranks, "the number of ranks", more_ranks),
@@ -216,14 +227,15 @@ def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
 
         # Tensor parallelism. The vocabulary need not divide: its shards may differ by one row.
         Divides("--tp", model.heads, "--heads"),
-        Divides("--tp", 0 if model.has_experts(0) else model.ffn, "--ffn"),
+        Divides("--tp", 0 if model.has_experts(0) else model.ffn, "--ffn"),  # 0: there is no dense layer
         Divides("--tp", model.shared_experts * model.expert_ffn, "--shared-experts x --expert-ffn"),
         Needs("--tp", model.kv_heads % grid.tp == 0 or grid.tp % model.kv_heads == 0,
               "--kv-heads that it divides, or that divide it"),
         Needs("--tp", model.vocab >= grid.tp, "a --vocab of at least its size"),
         Needs("--sp async", grid.tp > 1, "--tp 2 or more"),
 
-        # Context parallelism.
+        # Context parallelism. --cp-style ulysses may have more ranks than key heads: it sends copies of them. With
+        # --cp-ulysses, key groups would exchange the copies as well, so it has to divide the key heads, too.
         Divides("--cp", model.heads // grid.tp if grid.cp_style == "ulysses" else 0,
                 "the heads of a tensor-parallel rank", ", or another --cp-style"),
         Divides("--cp-ulysses", grid.cp, "--cp"),
@@ -256,6 +268,7 @@ def rules_of_the_run(c: Config) -> list[Needs]:
     return [
         Needs("--fp8", precision.dtype not in ("fp16", "fp64"), "--dtype bf16, or fp32 where a CPU emulates FP8"),
         Needs("--fp8", c.grid.sp != "async", "--sp on or off: matmuls shard by shard have no FP8 version"),
+        # This is about --no-fp8-ends, because a Needs without a value applies if the setting is not its default, on.
         Needs("--fp8-ends", len(c.fp8_layers()), "--fp8, and --layers 3 or more"),
         Needs("--moments-dtype bf16", optim.optimizer == "adamw" and precision.dtype != "fp64",
               "--optimizer adamw, and another --dtype than fp64, whose precision it would undo"),
@@ -270,6 +283,7 @@ def rules_of_the_run(c: Config) -> list[Needs]:
               "--recompute full: it offloads the inputs of layers that full recomputation saves"),
 
         Needs("--min-lr", optim.min_lr <= optim.lr, "an --lr of at least as much"),
+        # --steps 0 trains nothing (run/generate.py samples in this way), so the warmup does not matter then.
         Needs("--warmup", optim.warmup <= optim.steps or not optim.steps, "at least as many --steps"),
         Needs("--separator", data.separator < c.model.vocab, "a larger --vocab: the largest token is --vocab - 1"),
         Needs("--rewind", run.max_skipped and run.save_every,
@@ -293,7 +307,7 @@ def check_ranges(c: Config) -> None:
         need(not problem, f"{flag(name)} {c.value(name)}: {problem}")
     need(len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
          f"--betas {','.join(map(str, c.optim.betas))}: write two numbers from 0 to below 1, such as 0.9,0.95")
-    c.data.weights()
+    c.data.weights()  # raises ValueError if --data-weights is malformed
 
 
 def check_grid(c: Config) -> None:
@@ -305,7 +319,7 @@ def check_grid(c: Config) -> None:
     given = c.grid.grid == "given"
     for rule in every_rule(c):
         name = name_of(rule.setting)
-        if given or SECTION_OF[name] == "model" or name == "grid":
+        if given or SECTION_OF[name] == "model" or name == "grid":  # the row about --grid auto itself
             rule.check(c)
     if given:
         dp, cp, tp, pp = c.grid.dp, c.grid.cp, c.grid.tp, c.grid.pp
@@ -318,8 +332,8 @@ def check_grid(c: Config) -> None:
 def check_fp8_widths(c: Config) -> None:
     """Check the widths of the FP8 matmuls of a rank.
 
-    They must be multiples of 128 with blockwise scales, the width of a block, and otherwise of 16, the alignment that
-    torch._scaled_mm asks for.
+    With blockwise scales, they must be multiples of 128, the width of a block. Otherwise they must be multiples of 16,
+    the alignment that torch._scaled_mm asks for.
     """
     model, tp, fp8 = c.model, c.grid.tp, c.precision.fp8
     if fp8 == "none":
@@ -343,23 +357,23 @@ def check_batch(c: Config) -> None:
     sizes = [size for size, _ in batch.ramp()]
     whole = f"--batch-ramp {batch.batch_ramp}" if batch.batch_ramp else f"--global-batch {batch.global_batch}"
     for size in sizes:
-        below = size // grid.dp * grid.dp
+        below = size // grid.dp * grid.dp  # the nearest multiples of dp are this one and the next
         use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
         need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
     share = math.gcd(*sizes) // grid.dp  # sequences per rank; a micro-batch that divides it divides every size
-    batch.micro_batch = batch.micro_batch or share // choose_micro_batches(share, batch.seq_len, grid)
-    asked = f"--micro-batch {batch.micro_batch}"
+    batch.micro_batch = batch.micro_batch or share // choose_accumulation(share, batch.seq_len, grid)
+    micro = f"--micro-batch {batch.micro_batch}"
     tokens = batch.micro_batch * batch.seq_len
     need(grid.cp > 1 or tokens % grid.sequence_shards == 0,  # with cp > 1, config.padded_length makes them fit
-         f"--tp {grid.tp} cannot share {asked} x --seq-len {batch.seq_len} = {tokens} tokens in equal parts: use "
+         f"--tp {grid.tp} cannot share {micro} x --seq-len {batch.seq_len} = {tokens} tokens in equal parts: use "
          "another --seq-len, or --sp off")
     Divides("--micro-batch", share, f"a rank's share of {whole}").check(c)
     count = max(sizes) // grid.dp // batch.micro_batch
-    need(count <= MOST_MICRO_BATCHES, f"{asked} makes {count:,} micro-batches per step of {whole}: must be at most "
+    need(count <= MOST_MICRO_BATCHES, f"{micro} makes {count:,} micro-batches per step of {whole}: must be at most "
                                       f"{MOST_MICRO_BATCHES:,}")
 
 
-def choose_micro_batches(share: int, seq: int, grid: Grid) -> int:
+def choose_accumulation(share: int, seq: int, grid: Grid) -> int:
     """Return into how many micro-batches to divide a rank's `share` of sequences.
 
     Without a pipeline: one. With a pipeline: the smallest number of at least 2 pp, which fills any schedule, or else
@@ -382,9 +396,9 @@ def check_schedule(c: Config) -> None:
         try:
             plan_of(grid, micro_batches)
         except ValueError as error:
-            asked = ["schedule", "pp", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
-            flags = [f"{flag(name)} {c.before_defaults[name]}" for name in asked if c.before_defaults[name]]
-            least = SCHEDULES[grid.schedule].least * grid.pp
+            names = ["schedule", "pp", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
+            flags = [f"{flag(name)} {c.before_defaults[name]}" for name in names if c.before_defaults[name]]
+            least = SCHEDULES[grid.schedule].least * grid.pp  # the fewest micro-batches that this schedule can run
             enough = least * grid.dp * (c.before_defaults["micro_batch"] or 1)
             hint = f": use {enough} or more sequences per step" if micro_batches < least else ""
             raise ValueError(f"{' '.join(flags)}: {error}{hint}") from None
