@@ -111,7 +111,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_program():
 
 def test_the_optimizer_that_the_readme_adds_is_lion():
     """By these numbers. tests/test_recipes.py trains with it."""
-    moments, code = re.search("is `(.*?)` in `OPTIMIZERS`.*?```python\n(.*?)```", README, re.DOTALL).groups()
+    moments, code = re.search("put `(.*?)` into `OPTIMIZERS`.*?```python\n(.*?)```", README, re.DOTALL).groups()
     rules = dict(optimizers.UPDATE_RULES)
     exec(code, dict(vars(optimizers), UPDATE_RULES=rules, OPTIMIZERS=eval(f"{{{moments}}}")))
     weight, mean, grad = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 4.0]), torch.tensor([4.0, -4.0])

@@ -21,7 +21,8 @@ README = (ROOT / "README.md").read_text()
 ROWS = {row[0]: row[1:] for row in (
     [cell.strip() for cell in line.strip("|").split(" | ")] for line in README.split("## Change it")[1].split("## ")[0]
     .splitlines() if line.startswith("| ")) if row[0] not in ("to change", "---")}
-LION, = re.findall(r"^Lion .*?, is `(.*?)` in `OPTIMIZERS`.*?```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+LION, = re.findall(r"^To add Lion .*?, put `(.*?)` into `OPTIMIZERS`.*?```python\n(.*?)```", README,
+                   re.MULTILINE | re.DOTALL)
 SMALL = ("--layers 4 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 24 --global-batch 8 --lr 3e-3 --warmup 0 "
          "--sample-prompt= --data README.md --metrics metrics")
 
@@ -109,7 +110,7 @@ def change_weights(copy: Path) -> None:
             'F.gelu(h @ w[f"layers.{i}.ffn.w_up"].T) @ w[f"layers.{i}.ffn.w_down"].T')
 
 
-ADDED = {"a pipeline schedule": add_schedules, "an optimizer": add_optimizer, "a style of attention": add_styles,
+ADDED = {"a pipeline schedule": add_schedules, "an optimizer": add_optimizer, "a context-parallel style": add_styles,
          "an FP8 recipe": add_recipes}  # which leave alone what is there, so that one copy has all of them
 CHANGED = {"a norm, an activation": change_activation, "a layer's weights": change_weights}
 
