@@ -295,7 +295,7 @@ def rules_of_the_run(c: Config) -> list[Needs]:
               "a real run: it chooses a grid for this machine; python -m plan search finds the best grid of another "
               "one, which you can give to --dry-run"),
         Needs("--mask-documents", not run.dry_run,
-              "a real run: which scores documents hide depends on the data, which --dry-run does not read")]
+              "a real run: which scores documents mask depends on the data, which --dry-run does not read")]
 
 
 # ---- checks that are no row of the table ----------------------------------------------------------------------------
