@@ -69,7 +69,7 @@ def test_a_wrong_argument_is_one_line(command):
     for words in (["--no-such-flag"], ["no-such-word", "--no-such-flag"]):
         done = python(*command.split(), *words, timeout=SECONDS)
         assert (done.returncode, done.stdout) == (2, "")
-        name = command.removeprefix("-m ").removeprefix("learn.").removeprefix("core.")
+        name = command.removeprefix("-m ").removeprefix("learn.")
         assert re.fullmatch(rf"(learn\.)?{re.escape(name)}(\.py)?: .+\n", done.stderr)
 
 
