@@ -21,22 +21,25 @@ its dimension to the end: each row of the last dimension is then a group. For dp
 The last dimension varies fastest. Tensor parallel ranks communicate most, so they are neighbours in one node. Pipeline
 ranks communicate least, so they are furthest apart.
 
-The real arrays have more dimensions. Four of them number the same ranks. "others" stands for all
-dimensions that an array does not name:
+The real arrays have more dimensions. There are four, and each numbers all ranks, because experts, for example, are
+divided otherwise than the other layers. "others" joins the outer dimensions, which such an array does not tell apart:
 
     dense       [pp, replicate, shard, cp, tp]
-    ulysses     [others, cp_keys, cp_heads, tp]     cp_keys x cp_heads = cp: Ulysses inside of another style (cp.py)
+    ulysses     [others, cp_keys, cp_heads, tp]     cp_keys x cp_heads = cp: Ulysses within groups of cp_heads
+                                                    ranks, and a ring or an all-gather between the groups (cp.py)
     heads       [others, kv, kv_copy]               kv x kv_copy = tp, if there are more tp ranks than key and value
                                                     heads: ranks of one kv_copy group have copies of the same head
     experts     [others, edp, ep]                   edp x ep = shard x cp x tp: an ep group has each expert once, an edp
                                                     group ("expert data parallel") has copies of the same experts
 
-`AXES` defines every axis by the dimensions along which it lies. An axis may join several dimensions:
+`AXES` defines every axis by the dimensions along which it lies. An axis may join several dimensions. Three things have
+similar names. They have the same ranks in the figure, which has one replica and no context parallelism:
 
-    dp          shard x cp, the ranks that ZeRO shards over. It includes the context parallel ranks, which have the same
-                weights and other tokens. (Megatron calls this group dp_cp.)
-    data        replicate x shard x cp, all ranks with other tokens. It differs from dp only in hybrid sharding: the
-                flag --dp counts replicate x shard ranks, and --dp-replicate says how many replicas they are.
+    --dp        the flag: replicate x shard. The flag --dp-replicate is the number of replicas, 1 except in hybrid
+                sharding.
+    axis dp     shard x cp, the ranks over which ZeRO shards. It includes the context parallel ranks, which have the
+                same weights and other tokens. Megatron calls this group intra_dp_cp.
+    axis data   replicate x shard x cp, all ranks that have the same weights and other tokens. Megatron's dp_cp.
 """
 import datetime
 import math
@@ -56,12 +59,14 @@ class Axis(NamedTuple):
     """An axis of the grid. The ranks of one of its groups differ only in `dimensions` of the array."""
     array: str
     dimensions: str
-    traffic: str  # its kind of heavy traffic, see share_groups; "": little traffic, or none while other axes are busy
+    traffic: str  # its kind of heavy traffic, or "" for none; see share_groups
     users: str  # which files communicate over the axis, and what
 
 
-# If several axes share a process group, run/dryrun.py counts its calls for the last of them. So muon and world, which
-# have more special axes with the same ranks in many grids, come first.
+# The order matters to run/dryrun.py. If several axes share a process group, it counts the calls for the last of them.
+# In many grids a narrower axis has the same ranks as muon or world. These two come first, so the narrower one counts.
+#
+# Nobody communicates over kv. It is an axis because core/param.py needs a rank's coordinate on it, which is Group.rank.
 AXES = {
     "muon": Axis("dense", "shard cp tp", "", "muon.py: momenta and updates of matrices"),
     "world": Axis("dense", "pp replicate shard cp tp", "", "zero.py: the gradient norm; run/: errors and settings"),
@@ -121,7 +126,7 @@ def groups_along(sizes: dict[str, int], *along: str) -> list[list[int]]:
 def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list[int]]]:
     """Return axis -> its groups, each a list of ranks. Axes that the grid or the model has no use for are left out.
 
-    Every rank is in one group of each axis, except of "tie": middle stages are in none.
+    Every rank is in one group of each axis. The exception is "tie": ranks with middle stages are in none of its groups.
     Raises ValueError if the grid does not fit on `world` ranks.
     """
     arrays = arrays_of_ranks(grid, model, world)
@@ -140,7 +145,7 @@ def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list
 
 def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
     """Return axis -> this rank's group. Every rank must call this, with equal arguments."""
-    groups = {axis: Group(axis) for axis in AXES}  # of one rank
+    groups = {axis: Group(axis) for axis in AXES}  # the default: a group of one rank
     if not dist.is_initialized():
         return groups
     members = members_of_axes(grid, model, dist.get_world_size())
@@ -161,12 +166,21 @@ class SharedGroups:
 
 
 def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
-    """Return the process groups to make. Axes with the same ranks share them, unless both carry heavy traffic.
+    """Return the process groups to make. Axes with the same ranks share process groups, unless their kinds of heavy
+    traffic differ. An axis of one rank needs no process group.
 
-    With NCCL each process group has a communicator with buffers of its own, so few are made. But it also has one
-    stream, which executes its collectives in order. While gradients are reduced, backward continues to communicate over
-    cp, tp and ep. Its collectives would wait for the reduction if they were in the same process group. So one process
-    group carries heavy traffic of one kind at most. An axis of one rank needs no process group.
+    With NCCL each process group has a communicator with buffers of its own, so few are made. But a communicator also
+    has one stream, which executes its collectives in order. While gradients are reduced, backward continues to
+    communicate over cp, tp and ep. In the same process group, the collectives of backward would wait for the reduction.
+    So one process group carries heavy traffic of at most one kind.
+
+    Axes whose traffic is "" make no other axis wait:
+
+        world, data             have little traffic
+        muon, tie, kv_copy      have no traffic until all backward passes have ended
+        pp                      sends over links, which are separate process groups
+        replicate               never has the same ranks as an axis with heavy traffic
+        kv                      has no traffic
     """
     made: list[SharedGroups] = []
     for axis, groups in members.items():
@@ -186,13 +200,14 @@ def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
 def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = False) -> dist.ProcessGroup | None:
     """Make process groups with these members, which have no rank in common. Every rank must call this.
 
-    Return the group of this rank, or None if it has no other member. NCCL splits the world's communicator once, into
-    groups that cover all ranks. With other backends a rank makes only its own group.
+    Return the group of this rank, or None if it has no other member. With NCCL, one split of the world's communicator
+    makes all the groups. Every rank must be in one of them, so a rank that is in none gets a group of its own. With
+    other backends a rank makes only its own group.
     """
     grouped = set().union(*members)
     members = members + [[rank] for rank in range(dist.get_world_size()) if rank not in grouped]
     timeout = datetime.timedelta(seconds=timeout_s)
-    if dist.group.WORLD.bound_device_id is not None:  # NCCL: see collectives.world
+    if dist.group.WORLD.bound_device_id is not None:  # NCCL: collectives.world passes a device only to NCCL
         options = None
         if is_link:  # a receive is posted early and waits on the GPU: with 4 blocks it holds 4 SMs, not up to 32
             options = dist.ProcessGroupNCCL.Options()
@@ -213,9 +228,9 @@ def group_with(rank: int, members: list[list[int]]) -> list[int]:
 
 
 # ---- links ----------------------------------------------------------------------------------------------------------
-# A link is the process group of two ranks, for transfers in one direction. A process group executes its transfers in
-# order. If the group of a whole pipeline carried them all, a rank that waits to receive from one neighbour could not
-# send to the other. So each directed pair of neighbours has a link.
+# A link is a process group of two ranks, for transfers in one direction. A process group executes its transfers in
+# order. If the group of a whole pipeline carried all transfers, a rank that waits to receive from one neighbour could
+# not send to the other. So each directed pair of neighbours (sender, receiver) has a link.
 #
 #     4 pipeline ranks    0 ⇄ 1 ⇄ 2 ⇄ 3    --virtual-stages 2 also has 3 ⇄ 0: from the last rank's first chunk to the
 #                                           first rank's second chunk
@@ -225,9 +240,10 @@ def group_with(rank: int, members: list[list[int]]) -> list[int]:
 #     round 4             2 → 1   (0 → 3)
 
 def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
-    """Return the rounds of links of a pipeline. A link is (sender, receiver). No rank has two links of one round.
+    """Return the rounds of links of a pipeline: in each, a list of directed pairs (sender, receiver) of pipeline ranks.
 
-    Activations go in one direction and their gradients in the other.
+    Each pair gets a link. No rank is in two pairs of one round. Activations go in one direction and their gradients in
+    the other, so all neighbours are two pairs.
     """
     p = grid.pp
     is_ring = grid.virtual_stages > 1 and not grid.v_shaped and p > 2
@@ -260,9 +276,12 @@ def make_links(pipelines: list[list[int]], rounds: list[list[tuple[int, int]]],
 # ---- the coordinates of other ranks, for muon.py --------------------------------------------------------------------
 
 class Place(NamedTuple):
-    """The place of some rank on an axis, with the names that Group uses for this rank's."""
-    size: int
-    rank: int
+    """Where a rank is on an axis. Group has the same attributes for this process; a Place is about any rank.
+
+    So functions of core/param.py that read only `size` and `rank` take either.
+    """
+    size: int  # of the rank's group on the axis
+    rank: int  # its rank in this group: its coordinate on the axis
 
 
 def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
