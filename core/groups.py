@@ -74,12 +74,12 @@ AXES = {
     "tie": Axis("dense", "pp", "", "zero.py: gradients of a table that the first and the last stage share"),
     "data": Axis("dense", "replicate shard cp", "", "train.py: losses and counts of tokens; ep.py: loads of experts"),
     "replicate": Axis("dense", "replicate", "", "zero.py: gradients of a shard, in hybrid sharding"),
-    "dp": Axis("dense", "shard cp", "gradients", "dp.py and zero.py: gradients and weights, except of experts"),
+    "dp": Axis("dense", "shard cp", "gradients", "dp.py and zero.py: gradients and weights, except for experts"),
     "cp": Axis("dense", "cp", "keys", "cp.py: keys and values; or, in Ulysses, heads"),
     "cp_keys": Axis("ulysses", "cp_keys", "keys", "cp.py: keys and values, between ranks with the same heads"),
     "cp_heads": Axis("ulysses", "cp_heads", "keys", "cp.py: heads, exchanged for tokens between neighbours"),
     "tp": Axis("dense", "tp", "activations", "tp.py: activations and their gradients"),
-    "kv": Axis("heads", "kv", "", "none; a rank's place on it is the number of its key and value head"),
+    "kv": Axis("heads", "kv", "", "none; a rank's coordinate is the number of its key and value head"),
     "kv_copy": Axis("heads", "kv_copy", "", "zero.py: gradients of wk and wv, between ranks with the same head"),
     "ep": Axis("experts", "ep", "tokens", "ep.py: tokens, to their experts and back"),
     "edp": Axis("experts", "edp", "gradients", "zero.py: gradients and weights of experts"),
@@ -102,9 +102,9 @@ def arrays_of_ranks(grid: Grid, model: Model, world: int) -> dict[str, dict[str,
         arrays["experts"] = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep,
                                  ep=grid.ep)
     for sizes in arrays.values():
-        count, first = math.prod(sizes.values()), [name for name in sizes if name in AXES][0]
-        need(count == world, f"axis {first}: its groups have {count} ranks, and there are {world}: the grid's sizes "
-                             "must divide each other")
+        count = math.prod(sizes.values())
+        need(count == world, f"the array [{', '.join(sizes)}] numbers {count} ranks, and there are {world}: the grid's "
+                             "sizes must divide each other")
     return arrays
 
 
@@ -246,6 +246,7 @@ def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
     the other, so all neighbours are two pairs.
     """
     p = grid.pp
+    # With 2 ranks a ring has no other pairs than a line: 0 → 1 and 1 → 0.
     is_ring = grid.virtual_stages > 1 and not grid.v_shaped and p > 2
     edges = [(r, (r + 1) % p) for r in range(p if is_ring else p - 1)]
     rounds = [edges[::2], edges[1::2]]
@@ -292,9 +293,9 @@ def peers_of(grid: Grid, model: Model) -> list[dict[str, Place]]:
     places = {peer: {} for peer in peers}
     for axis, groups in members.items():
         for ranks in groups:
-            for coordinate, peer in enumerate(ranks):
+            for rank_in_group, peer in enumerate(ranks):
                 if peer in places:
-                    places[peer][axis] = Place(len(ranks), coordinate)
+                    places[peer][axis] = Place(len(ranks), rank_in_group)
     return list(places.values())
 
 
@@ -307,8 +308,8 @@ def demo(group: Group) -> None:
     members = members_of_axes(grid, model, 16)
     print("16 ranks, --pp 2 --dp 2 --cp 2 --tp 2 --ep 4")
     for name, sizes in arrays.items():
-        place = numpy.unravel_index(rank, tuple(sizes.values()))
-        coordinates = ", ".join(f"{dimension} {i} of {size}" for i, (dimension, size) in zip(place, sizes.items()))
+        indices = numpy.unravel_index(rank, tuple(sizes.values()))
+        coordinates = ", ".join(f"{dimension} {i} of {size}" for i, (dimension, size) in zip(indices, sizes.items()))
         print(f"rank {rank} in the array of the {name} axes: {coordinates}")
 
     print(f"\naxis       rank {rank}'s group               who communicates over it, and what")
