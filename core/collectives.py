@@ -25,14 +25,16 @@ The derivative of a collective depends on how ranks use its result:
     all_to_all       each its own rows    all_to_all       AllToAll__AllToAll            rows go back
 
 If each rank uses the same tensor differently, each computes one term of its gradient, so backward sums the terms. If
-all ranks compute the same from it, each has the complete gradient already. A sum would be n times too large.
+all ranks compute the same from it, each has the complete gradient already. A sum would be n times too large. A
+reduce_scatter in forward, with an all_gather in backward, is in tp.py, the only file that needs this pair.
 
 In a group of one rank every collective is the identity and sends nothing. So all other files also work in one process.
 (`send` and `receive` need a second rank.)
 
-Three mistakes that torch.distributed does not report, and what this file does about them:
+Three mistakes for which torch.distributed raises no error, and what this file does about them:
 - `all_reduce(x.contiguous())` may leave its result in a copy of x. This file refuses a tensor that is not contiguous.
-- An asynchronous collective whose tensors are freed before it has ended sends garbage. A `Pending` keeps them alive.
+- An asynchronous operation may never end if its handle is dropped while it runs. With gloo, for example, the receiver
+  of a large tensor then waits forever. A `Pending` keeps the handle and the tensors.
 - In an autograd graph a collective has no derivative, or a wrong one. The autograd functions have the right one.
 
 Shapes: n ranks, R rows (the first dimension) per rank.
@@ -85,7 +87,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 # ---- handles --------------------------------------------------------------------------------------------------------
 
 class Pending:
-    """A collective in flight: a handle, as dist.Work is. It keeps all tensors alive that are still read and written.
+    """A collective in flight: a handle, like dist.Work. It keeps alive all tensors that the collective still reads or
+    writes.
 
         pending = all_gather(out, x, group, async_op=True)      starts
         y = other @ work                                        hides the communication
@@ -125,23 +128,28 @@ def done(result: torch.Tensor) -> Pending:
 # ---- counting and watching calls ------------------------------------------------------------------------------------
 
 class Call(NamedTuple):
-    """A call of a collective by this rank. All ranks of a group number their calls alike, except sends and receives."""
+    """A call of a collective by this rank.
+
+    number: counts this rank's calls on the axis, from 1. All ranks of a group number the same collective alike, except
+        on the axis pp. There sends and receives are counted too, and ranks make different numbers of them.
+    """
     operation: str
     axis: str
-    number: int  # counts the calls on this axis, from 1
+    number: int
     peer: int | None = None  # the other rank of a send or receive, counted within the group
 
 
 sent: Counter[str] = Counter()  # axis -> bytes that this rank has sent
 calls: Counter[str] = Counter()  # axis -> collectives that it has called
 
-# The context in which every collective is called and waited for. This one does nothing. run/ranks.py replaces it by one
-# that records the calls: if ranks wait forever, its watchdog can then say which rank is missing.
+# Every collective is called, and later waited for, in the context watch(call), which yields the call. This one does
+# nothing else. run/ranks.py replaces it by one that records the calls. If ranks wait forever, the watchdog of
+# run/faults.py can then say which rank is missing.
 watch: Callable[[Call | None], AbstractContextManager] = nullcontext
 
 
 def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Call]:
-    """Count a call that sends `nbytes` from this rank. Return a context, in which the caller then makes the call."""
+    """Count a call that sends `nbytes` from this rank. Return watch(call), a context in which the caller makes it."""
     sent[group.axis] += nbytes
     calls[group.axis] += 1
     return watch(Call(operation, group.axis, calls[group.axis], peer))
@@ -225,7 +233,8 @@ def receive(x: torch.Tensor, peer: int, group: Group) -> Pending:
 
 
 # ---- the same into new tensors --------------------------------------------------------------------------------------
-# These also take strided tensors. Tensor parallel layers hide gather_rows and reduce_rows, so these return a Pending.
+# These functions also take strided tensors. gather_rows and reduce_rows return a Pending, because tp.py overlaps them
+# with matmuls. The others return the result.
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of x over the ranks."""
@@ -252,12 +261,13 @@ def exchange_rows(x: torch.Tensor, output_splits: list[int], input_splits: list[
 # A name is the collective of forward, "__", the collective of backward. The table at the top says when each is right.
 
 class Identity__AllReduce(torch.autograd.Function):
-    """For an x that is the same on every rank, and that each rank uses differently, such as column-parallel layers."""
+    """For an x that is the same on every rank, and that each rank uses differently: the input of a column-parallel
+    layer, for example."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # a new tensor, whose grad_fn is this function
 
     @staticmethod
     def backward(ctx, grad):
@@ -265,7 +275,8 @@ class Identity__AllReduce(torch.autograd.Function):
 
 
 class AllReduce__Identity(torch.autograd.Function):
-    """For an x that is a term of a sum on each rank, where all ranks compute the same from the sum."""
+    """For an x that is one term of a sum on each rank, if all ranks compute the same from the sum: the output of a
+    row-parallel layer, for example."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -277,7 +288,8 @@ class AllReduce__Identity(torch.autograd.Function):
 
 
 class AllGather__ReduceScatter(torch.autograd.Function):
-    """For an x that is R of n R rows on each rank, where each rank uses all rows differently."""
+    """For an x that is R of n R rows on each rank, if each rank uses all rows, each differently: with sequence
+    parallelism, the input of a column-parallel layer."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -290,7 +302,8 @@ class AllGather__ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll__AllToAll(torch.autograd.Function):
-    """For rows that other ranks use. Their gradients are sent back."""
+    """For rows of x that other ranks use, such as tokens that are sent to their experts. Backward sends the gradients
+    of the rows back."""
 
     @staticmethod
     def forward(ctx, x, output_splits, input_splits, group):
@@ -334,7 +347,8 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
-    """Run a file's demo on the ranks that torchrun started. Without torchrun, start `ranks` ranks by it.
+    """Run a file's demo, on the ranks that torchrun started. If torchrun has not started this process, and the demo
+    needs several ranks, replace the process by a torchrun that starts them.
 
     --help prints the file's docstring. There are no other flags.
     """
@@ -343,7 +357,7 @@ def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
         print(main.__doc__)
         return
     if arguments:
-        name = main.__spec__.name if main.__spec__ else os.path.basename(sys.argv[0])  # of python -m NAME
+        name = main.__spec__.name if main.__spec__ else os.path.basename(sys.argv[0])  # the spec: python -m NAME
         print(f"{name}: error: unrecognized arguments: {' '.join(arguments)}", file=sys.stderr)
         sys.exit(2)
     torch.set_num_threads(1)
@@ -385,7 +399,8 @@ def demo(group: Group) -> None:
         result = call().wait()
         show(name, result, sent[group.axis] - before)
 
-    # Ranks use a result differently: the loss of rank r is 10^r times its sum. After an all-reduce all have one loss.
+    # The loss of a rank is a factor times the sum of its result. Ranks that use the result differently have different
+    # factors: rank r has 10^r. After an all-reduce in forward all ranks compute the same, with the factor 1.
     factor = 10**group.rank
     if group.rank == 0:
         print("\nGradients of x, and bytes sent in backward")
