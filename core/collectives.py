@@ -191,7 +191,8 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
     if group.size == 1:
         return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
-    with calling("all_to_all", group, x.nbytes - x[:input_splits[group.rank]].nbytes) as call:
+    own_rows = input_splits[group.rank]  # stay on this rank
+    with calling("all_to_all", group, x.nbytes - x[:own_rows].nbytes) as call:  # any own_rows rows have as many bytes
         work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group.process_group,
                                       async_op=async_op)
         return Pending(work, out, x, call=call)
@@ -330,8 +331,8 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
     device = torch.device(device)
     # torch warns that a link executes its transfers one after the other. Both its ranks issue them in the same order.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    where = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
-    dist.init_process_group(**where, store=store, rank=int(os.environ["RANK"]),
+    backend = dict(backend="nccl", device_id=device) if device.type == "cuda" else dict(backend="gloo")
+    dist.init_process_group(**backend, store=store, rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=timeout_s))
     yield Group("world", dist.group.WORLD)
     dist.barrier()
@@ -366,8 +367,8 @@ def run_demo(demo: Callable[[Group], None], ranks: int = 1) -> None:
             demo(group)
     elif ranks > 1:
         os.environ["OMP_NUM_THREADS"] = "1"  # or torchrun says that it sets it
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
-                                  *sys.orig_argv[1:]])
+        program = sys.orig_argv[1:]  # what this process was started with: FILE.py, or -m NAME
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *program])
     else:
         demo(ALONE)
 
@@ -401,16 +402,16 @@ def demo(group: Group) -> None:
 
     # The loss of a rank is a factor times the sum of its result. Ranks that use the result differently have different
     # factors: rank r has 10^r. After an all-reduce in forward all ranks compute the same, with the factor 1.
-    factor = 10**group.rank
+    factor_of_rank = 10**group.rank
     if group.rank == 0:
         print("\nGradients of x, and bytes sent in backward")
-    for function, splits, upstream in (
-            (Identity__AllReduce, (), factor),
+    for function, splits, loss_factor in (
+            (Identity__AllReduce, (), factor_of_rank),
             (AllReduce__Identity, (), 1),
-            (AllGather__ReduceScatter, (), factor),
-            (AllToAll__AllToAll, ([1] * n, [1] * n), factor)):
+            (AllGather__ReduceScatter, (), factor_of_rank),
+            (AllToAll__AllToAll, ([1] * n, [1] * n), factor_of_rank)):
         leaf = x.clone().requires_grad_()
-        loss = upstream * function.apply(leaf, *splits, group).sum()
+        loss = loss_factor * function.apply(leaf, *splits, group).sum()
         before = sent[group.axis]
         loss.backward()
         show(function.__name__, leaf.grad, sent[group.axis] - before)
