@@ -1,11 +1,11 @@
 """How a parameter is sharded over the grid, and how it gets its initial values.
 
-One example, wq of a model with 2 heads of 3 rows and a hidden size of 4, on --tp 2 --dp 2 --zero 1:
+One example, wq of a model with 2 heads of size 3 and a hidden size of 4, on --tp 2 --dp 2 --zero 1:
 
     Spec("layers.0.attention.wq", shape=(6, 4), along={"tp": 0}, std=0.02)      its record, the same on every rank
 
              tensor parallelism      ZeRO flattens each box, and cuts it into equal
-             cuts the rows           shards without regard to rows (padding not shown)
+             cuts the rows           shards without regard to rows
     row 0    . . . .
     row 1    . . . .   tp rank 0
     row 2    . . . .
@@ -15,14 +15,15 @@ One example, wq of a model with 2 heads of 3 rows and a hidden size of 4, on --t
 
     (slice(3, 6), slice(0, 4))                     the box of tp rank 1
 
-    source(spec, (slice(4, 5), slice(2, 4)))       What tp rank 1, dp rank 1 asks the source of initial values for: the
-    source(spec, (slice(5, 6), slice(0, 4)))       boxes of b, the end of row 4 and all of row 5.
+    source(spec, (slice(4, 5), slice(2, 4)))       the calls by which tp rank 1, dp rank 1 gets the initial values of
+    source(spec, (slice(5, 6), slice(0, 4)))       its shard b: the end of row 4, and all of row 5
 
 Spec        A record that says what a parameter is. Its initial values, the reduction and norm of its gradient, weight
             decay and checkpoints all follow from it.
 box         A block of a global tensor: one slice per dimension. A rank's box is its part of the parameter.
-source      A function (spec, box) -> tensor that returns the values of any box of any parameter: `draw`, or a
-            checkpoint. A rank asks only for elements that it keeps. So a checkpoint of one grid loads on any other.
+source      A function (spec, box) -> tensor that returns the values of any box of any parameter: draw(seed), or a
+            checkpoint. So a checkpoint of one grid loads on any other. A rank asks only for the elements of its shard.
+            If it needs whole weights, an all-gather then brings the shards of the other ranks (zero.py).
 
 core/gradients.py says how a parameter receives its gradient.
 """
@@ -54,13 +55,19 @@ class Spec:
         {"tp": "partial"}      Replicate    Partial      a norm's weight, if each rank has different tokens (sequence
                                                          parallelism): a rank's gradient is one term of the sum
 
+    A parameter may lie on two axes:
+
+        {"tp": 0, "tie": "partial"}         a tied embedding: its rows are sharded over tp, and both the first and the
+                                            last pipeline stage compute a term of its gradient
+        {"kv": 0, "kv_copy": "partial"}     wk or wv, if there are more tp ranks than key and value heads
+
     The axes in `along`, all from core/groups.py:
 
         "tp", "ep"           tensor and expert parallelism
-        "tie"                the first and the last pipeline stage, which share a tied embedding
-        "kv", "kv_copy"      for wk and wv in place of "tp", if there are more tp ranks than key and value heads. An
-                             example with 2 heads on 4 tp ranks: "kv" says which head a rank has (0 0 1 1), and
-                             "kv_copy" says which copy of this head (0 1 0 1).
+        "tie"                the first and the last pipeline stage
+        "kv", "kv_copy"      the tp ranks, in two dimensions. With 2 key and value heads on 4 tp ranks, the coordinate
+                             on "kv" says which head a rank has (0 0 1 1), and the coordinate on "kv_copy" which copy
+                             of this head (0 1 0 1). Each copy serves other query heads: its gradient is a term.
 
     The data axis is not in `along`. Before ZeRO cuts anything, every parameter is Replicate on it, and its gradient is
     Partial.
@@ -72,7 +79,9 @@ class Spec:
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution from which initial values are drawn
     std: float = 0.0  # 0: all initial values are `mean`
-    matrices: int = 1  # for muon.py: how many equal matrices are stacked in it, along the first dimensions; 0: a table
+    # For muon.py: how many matrices of the same shape are stacked in it, along the first dimensions. 0: an embedding or
+    # a head, which Muon leaves to AdamW. The number has no meaning for vectors.
+    matrices: int = 1
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
@@ -145,6 +154,9 @@ def boxes(box: Box, start: int, stop: int) -> list[Box]:
         b b b b       start = 2, stop = 13: boxes a, b, c
         b b b b
         c . . .
+
+    A row is one index of the first dimension. In three dimensions it is a matrix. A part of it is found by this
+    function, as elements of a box with one dimension less.
     """
     found = []
     first_row, row_size = box[0].start, math.prod(box_shape(box[1:]))
@@ -154,7 +166,7 @@ def boxes(box: Box, start: int, stop: int) -> list[Box]:
             last = stop // row_size
             found.append((slice(first_row + row, first_row + last), *box[1:]))
             start = last * row_size
-        else:  # a part of one row, which has one dimension less
+        else:  # a part of one row
             end = min(stop, (row + 1) * row_size)
             this_row = slice(first_row + row, first_row + row + 1)
             for rest in boxes(box[1:], offset, end - row * row_size):
@@ -164,10 +176,11 @@ def boxes(box: Box, start: int, stop: int) -> list[Box]:
 
 
 def pieces_within(part: slice, box: Box, begin: int) -> list[tuple[Box, slice]]:
-    """Intersect slice `part` of a flat tensor with a box that lies in it, flattened, from element `begin` on.
+    """A flat tensor holds a box, flattened, from element `begin` on. Return what of the box lies in slice `part`.
 
-    Return (box, its place in the flat tensor) for each piece of the intersection. A shard may begin and end inside a
-    row, and is loaded and saved by these pieces, without a gather.
+    Return it in pieces: a list of (box of the global tensor, its slice of the flat tensor). A shard may begin and end
+    inside a row. It is loaded and saved by these pieces, without a gather.
+    begin: negative if the flat tensor is a shard that begins inside the box.
     """
     found = []
     place = max(part.start, begin)
@@ -200,7 +213,8 @@ def draw(seed: int) -> Source:
         block = max(1, DRAW_BLOCK // math.prod(spec.shape[1:]))  # rows
         for first in range(rows.start // block * block, rows.stop, block):
             key = hashlib.sha256(f"{seed} {spec.name} {first}".encode()).digest()
-            # Any four bytes of the hash would do: a generator on the CPU uses 32 bits of its seed.
+            # A generator on the CPU uses only 32 bits of its seed. Any four bytes of the hash would do, but other bytes
+            # would change the initial values that belong to a --seed.
             generator = torch.Generator().manual_seed(int.from_bytes(key[3:7], "big"))
             last = min(first + block, spec.shape[0])
             values = torch.randn((last - first, *spec.shape[1:]), generator=generator, dtype=torch.float32)
@@ -211,24 +225,29 @@ def draw(seed: int) -> Source:
 
 
 # ---- dtypes and labels, which many files share ----------------------------------------------------------------------
+# They have nothing to do with sharding. They are here because most files that compute import this one.
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# cuBLAS may compute the sum of a product in parts. With these settings it rounds only the whole sum to 16 bits.
+# cuBLAS may compute the sum of a dot product in parts (split-K), and then add these parts in 16 bits. With these
+# settings of the whole process, it adds them in fp32 and rounds only the result.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 IGNORED = -100  # the label of a token that has no loss
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a run in `dtype` accumulates gradients, statistics, angles and losses: fp32 or fp64."""
+    """Return the dtype for long sums in a run with weights of `dtype`: fp64 in fp64 runs, and fp32 in all others.
+
+    The sums are gradients, losses and the statistics of norms. The angles of the rotary embedding have this dtype, too.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
     """Raise RuntimeError unless each label is a token of the vocabulary or IGNORED.
 
-    On a GPU the assertion fails on the device, and a later call raises, as with torch's own cross entropy. So the host
-    does not wait.
+    The assertion is evaluated on the device, so the host does not wait for the GPU. There it is a later call that
+    raises, as with torch's own cross entropy.
     """
     is_known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
     torch._assert_async(is_known.all(), f"a label is neither in 0..{vocab_size - 1} nor {IGNORED}, that of no loss")
