@@ -250,7 +250,7 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     raises, as with torch's own cross entropy.
     """
     is_known = (labels >= 0) & (labels < vocab_size) | (labels == IGNORED)
-    torch._assert_async(is_known.all(), f"a label is neither in 0..{vocab_size - 1} nor {IGNORED}, that of no loss")
+    torch._assert_async(is_known.all(), f"a label is neither in 0..{vocab_size - 1} nor {IGNORED} (no loss)")
 
 
 # ---- demo: python -m core.param -------------------------------------------------------------------------------------
