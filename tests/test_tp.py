@@ -473,7 +473,7 @@ def test_labels_and_tokens_outside_of_the_vocabulary_are_refused(pool, n):
         for said in of_ranks:
             tokens = said.pop("embedding")
             assert tokens == ("" if label < 0 else "a token is not below 37")
-            assert set(said.values()) == {"a label is neither in 0..36 nor -100, that of no loss"}
+            assert set(said.values()) == {"a label is neither in 0..36 nor -100 (no loss)"}
 
 
 # ---- in the model ---------------------------------------------------------------------------------------------------
