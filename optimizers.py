@@ -9,13 +9,18 @@
     moment v     v v v v v v v v v v     v v v v      weights for each of its moments
                  └─ first call ────┘     └─ second call, with weight_decay = 0
 
+    Under --optimizer muon the two kinds are in different buckets (muon.kind_of). Then one of the calls has no elements,
+    and is left out.
+
 A rule is a function that changes weights and moments in place. For gradient G and weights W:
 
     sgd          W = W - lr (G + decay W)
 
     adamw        m = beta1 m + (1 - beta1) G                 mean of gradients
                  v = beta2 v + (1 - beta2) G^2               mean of their squares
-                 W = W - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay W)      in step t, from 1
+                 m_hat = m / (1 - beta1^t)                   in step t, from 1: both means start at zero, which makes
+                 v_hat = v / (1 - beta2^t)                   the first ones too small
+                 W = W - lr (m_hat / (sqrt(v_hat) + eps) + decay W)
 
 The contract of a rule:
 
@@ -23,7 +28,8 @@ The contract of a rule:
   matrices, so it is no such rule: see muon.py. Under --optimizer muon, AdamW updates everything except matrices.
 - Its arguments are lists of flat tensors: weights, grads, then one list per moment. Moments start as zeros. zero.py
   allocates, shards, offloads and saves them.
-- It divides gradients by `grad_scale`. So clipping and the loss scale take no pass over the gradients of their own.
+- It divides gradients by `grad_scale`, which clips them and undoes the loss scale. So neither needs an extra pass over
+  the gradients.
 - It changes nothing if `found_inf` is 1. The host must not read this tensor, because it would have to wait for the GPU.
 
 To add a rule, name its moments in OPTIMIZERS of core/config.py, write a function like apply_sgd, and add both to
@@ -48,13 +54,17 @@ from core.param import Spec
 
 def adamw_one(weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, steps: int, lr: float,
               betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Update one tensor by the formula of AdamW. apply_adamw computes the same by torch's fused kernel."""
+    """Update one tensor by the formula of AdamW, without grad_scale and found_inf.
+
+    This is the plain version, for reading and for comparison. Training calls apply_adamw, which computes the same with
+    torch's fused kernel. steps: updates before this one.
+    """
     beta1, beta2 = betas
     t = steps + 1
     m.mul_(beta1).add_((1 - beta1) * grad)
     v.mul_(beta2).add_((1 - beta2) * grad**2)
-    m_unbiased = m / (1 - beta1**t)  # both means start at zero, which makes the first ones too small
-    v_unbiased = v / (1 - beta2**t)
+    m_unbiased = m / (1 - beta1**t)  # m_hat
+    v_unbiased = v / (1 - beta2**t)  # v_hat
     weight.sub_(lr * (m_unbiased / (v_unbiased.sqrt() + eps) + weight_decay * weight))
 
 
@@ -72,14 +82,17 @@ def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, grad_scale, **_) -
 # ---- how zero.py calls them -----------------------------------------------------------------------------------------
 
 class StepScalars(NamedTuple):
-    """The numbers of a step that updates read, besides gradients. The tensors are where the optimizer state is."""
+    """The numbers of a step that updates read, besides gradients.
+
+    The tensors are scalars on the device of the optimizer state, which is the CPU with --offload optimizer.
+    """
     lr: float
-    steps: Tensor  # updates so far
+    steps: Tensor  # updates before this one; zero.py counts them, and does not count skipped steps
     found_inf: Tensor  # 1 if a gradient is not finite, and 0 if all are
     grad_scale: Tensor  # the loss scale times max(norm / clip, 1)
 
 
-Parts = list[tuple[Spec, Tensor]]  # a flat tensor in parts, each with the Spec that says whether it decays
+Parts = list[tuple[Spec, Tensor]]  # the parts of a flat tensor, each with the Spec that says whether it decays
 
 
 class UpdateRule(NamedTuple):
@@ -102,9 +115,9 @@ class UpdateRule(NamedTuple):
                 self.apply(*columns, weight_decay=weight_decay if decays else 0.0, **settings)
 
 
-# Keyed by --optimizer.
+# --optimizer -> the rule for all elements that are not in Muon's matrices.
 UPDATE_RULES = {"adamw": UpdateRule(OPTIMIZERS["adamw"], apply_adamw), "sgd": UpdateRule(OPTIMIZERS["sgd"], apply_sgd)}
-UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]  # for everything except matrices
+UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]  # matrices are updated by muon.py
 
 
 # ---- the loss scale -------------------------------------------------------------------------------------------------
@@ -113,8 +126,8 @@ class LossScale:
     """The factor of the loss in fp16 runs. It keeps small gradients from becoming zero in fp16.
 
     If a gradient overflows, the scale is halved (and found_inf skips the step). After `interval` steps in a row without
-    overflow it is doubled. torch's GradScaler would search all gradients for infinities, which the norm has shown
-    already.
+    overflow it is doubled. torch's GradScaler would search all gradients for infinities. That is not necessary here:
+    if a gradient is not finite, the gradient norm is not finite either.
     """
 
     def __init__(self, device: torch.device, start: float = 2.0**16, interval: int = 2000):
