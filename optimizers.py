@@ -68,13 +68,17 @@ def adamw_one(weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, steps: int,
     weight.sub_(lr * (m_unbiased / (v_unbiased.sqrt() + eps) + weight_decay * weight))
 
 
-def apply_adamw(weights, grads, m, v, *, steps, betas, **settings) -> None:
+def apply_adamw(weights: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], *, steps: Tensor,
+                betas: tuple[float, float], **settings) -> None:
+    """Update flat tensors by AdamW. settings: lr, eps, weight_decay, found_inf and grad_scale."""
     steps_of = [steps.clone() for _ in weights]  # one per tensor, because the kernel increments them in place
-    adamw(weights, grads, m, v, [], steps_of, beta1=betas[0], beta2=betas[1], fused=True, amsgrad=False,
-          maximize=False, **settings)
+    adamw(weights, grads, m, v, max_exp_avg_sqs=[], state_steps=steps_of, beta1=betas[0], beta2=betas[1], fused=True,
+          amsgrad=False, maximize=False, **settings)  # max_exp_avg_sqs: one more moment, which only AMSGrad has
 
 
-def apply_sgd(weights, grads, *, lr, weight_decay, found_inf, grad_scale, **_) -> None:
+def apply_sgd(weights: list[Tensor], grads: list[Tensor], *, lr: float, weight_decay: float, found_inf: Tensor,
+              grad_scale: Tensor, **settings_of_other_rules) -> None:
+    """Update flat tensors by plain SGD, which has no moments."""
     sgd(weights, grads, [None] * len(weights), lr=lr, weight_decay=weight_decay, found_inf=found_inf,
         grad_scale=grad_scale, fused=True, momentum=0.0, dampening=0.0, nesterov=False, maximize=False)
 
@@ -108,11 +112,11 @@ class UpdateRule(NamedTuple):
     def update(self, weights: Parts, grads: Parts, *moments: Parts, weight_decay: float, **settings) -> None:
         """Apply the rule to the weights that decay, then to the others. All lists have the same Specs in one order."""
         for decays in (True, False):
-            columns = []
+            lists = []
             for parts in (weights, grads, *moments):
-                columns.append([part for spec, part in parts if spec.decay == decays])
-            if columns[0]:
-                self.apply(*columns, weight_decay=weight_decay if decays else 0.0, **settings)
+                lists.append([part for spec, part in parts if spec.decay == decays])
+            if lists[0]:
+                self.apply(*lists, weight_decay=weight_decay if decays else 0.0, **settings)
 
 
 # --optimizer -> the rule for all elements that are not in Muon's matrices.
