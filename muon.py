@@ -15,7 +15,7 @@ this without a decomposition (Newton-Schulz iterations). For a matrix W of R x C
 
     M = mu M + (1 - mu) G                     momentum, mu = 0.95
     N = mu M + (1 - mu) G                     Nesterov's look ahead, with the new M
-    X = N / |N|                               so that no singular value is above 1
+    X = N / |N|                               |N|: the Frobenius norm. So no singular value is above 1
     5 times     Y = X X^T
                 X = a X + (b Y + c Y Y) X     moves each singular value s to a s + b s^3 + c s^5
     W = W - lr (0.2 sqrt(max(R, C)) X + decay W)      about as large as an AdamW update: lr and decay can be the same
@@ -27,17 +27,20 @@ it is 71% off on 2 ranks and 98% on 8. Gathering every matrix on every rank woul
 matrix has one owner among the n ranks that share its pipeline stage: the axis "muon", shard x cp x tp. At ZeRO level 0
 ranks hold copies, and share the work in the same way. With --dp-replicate each replica does all the work.
 
-Saves: the second moment of all matrices, which is 4 of 18 bytes per parameter in bf16. Also steps: Liu et al. need
-       about half as many as with AdamW.
-Costs: 20 to 30 min(R, C) FLOPs per parameter of a matrix and step, computed only by the owner. Two all-to-alls, in bf16
-       in 16-bit runs. With ZeRO a rank sends about P/n elements in each; at level 0 it sends up to P in the second. The
-       first overlaps with AdamW's updates, the second with nothing. During the update, memory for 3 more elements per
-       element of the shard, and 1 per element that the rank owns.
-Stops helping when: batches are so small that these FLOPs are not few compared with forward and backward; or a few large
-       matrices cannot be divided evenly among the owners.
+Saves: the second moment of all matrices, which is 4 of 18 bytes per parameter in a bf16 run (weight 2, gradient 4,
+       master weight 4, two moments 8). Also steps: Liu et al. need about half as many as with AdamW.
+Costs: 20 to 30 min(R, C) FLOPs per matrix parameter and step, computed only by the owner.
+       Two all-to-alls, in bf16 in 16-bit runs. With ZeRO a rank sends about P/n elements in each. At level 0 it sends
+       about P/n in the first, and up to P in the second. The first overlaps with AdamW's updates, the second with
+       nothing.
+       Memory during the update, in elements of 2 bytes in 16-bit runs: up to 3 times the rank's shard (N, what the rank
+       sends, what it receives), and the matrices that it owns. Orthogonalising needs less, unless shards are small.
+Stops helping when: batches are so small that these FLOPs are not negligible compared with forward and backward; or a
+       few large matrices cannot be divided evenly among the owners.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
-Shapes: n ranks of the axis "muon", P parameters in the matrices of a pipeline rank, R x C a whole matrix.
+Shapes: n ranks of the axis "muon"; P parameters in the matrices of a pipeline rank's layers, over all its tp ranks;
+R x C a whole matrix.
 """
 import math
 from collections import defaultdict
@@ -125,8 +128,9 @@ def orthogonalize_flops(rows: int, columns: int) -> int:
 def kind_of(spec: Spec) -> str:
     """Return "matrix", "vector" or "table" (embedding and head). Muon updates only matrices.
 
-    zero.py does not mix kinds in a bucket. Vectors are so small that one bucket has all vectors of a stage. That bucket
-    is complete only when backward ends. A table in it would have to wait until then.
+    zero.py does not mix kinds in a bucket. Tables and vectors have the same update, but different buckets. Vectors are
+    so small that one bucket has all vectors of a stage, and this bucket is complete only at the end of backward. A
+    table in it would be reduced only then.
     """
     if len(spec.shape) == 1:
         return "vector"
@@ -134,7 +138,7 @@ def kind_of(spec: Spec) -> str:
 
 
 def matrix_shape(spec: Spec) -> tuple[int, int]:
-    """Return R, C of each matrix in a parameter, which is a stack of spec.matrices equal ones.
+    """Return R, C of each matrix in a parameter, which is a stack of spec.matrices matrices of the same shape.
 
     An expert's gate and up projections are two matrices: w_gate_up [E, 2F, H] of E experts is a stack of 2E [F, H].
     """
@@ -145,8 +149,10 @@ def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
     """Yield (number of the matrix, box of it that the rank has), in the order in which the bucket has them.
 
     A box is a block of a matrix: one slice per dimension. ZeRO's cut comes later, in pieces_of. Tensor parallelism cuts
-    only single matrices. A stack is cut only by expert parallelism, between experts, so its matrices are whole.
-    places: axis -> (size of the rank's group on the axis, its rank in the group), as in groups.peers_of.
+    only single matrices. A stack is always a weight of experts, [E, ...], with the same number of matrices per expert.
+    Only expert parallelism cuts it, between experts, so its matrices are whole.
+    places: axis -> the rank's place on it, as in groups.peers_of: `size` of its group there, and its `rank` in the
+        group.
     """
     box = local_box(spec, places)
     if spec.matrices == 1:
@@ -166,7 +172,7 @@ class Piece(NamedTuple):
     A shard may begin and end inside a row. So it has at most 3 pieces of a matrix: the end of a row, complete rows, and
     the beginning of a row (param.pieces_within).
     """
-    matrix: tuple[str, int]  # its name: the parameter's name, and the number of the matrix in the parameter
+    matrix: tuple[str, int]  # the matrix's name: the parameter's name, and the number of the matrix in the parameter
     box: Box
     rank: int  # the rank that has the piece, on the axis "muon"
     bucket: int  # the index of the bucket in Muon.buckets
@@ -189,11 +195,12 @@ class Matrix(NamedTuple):
 
 
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
-    """Return the matrices of this pipeline rank, sorted by name.
+    """Return the matrices of all layers of this pipeline rank, sorted by name.
 
     buckets: zero.py's ShardedBuckets with matrices. All ranks lay them out alike: bucket.numel elements, in which each
-        parameter begins at bucket.offset[parameter]. If bucket.is_sharded, the ranks of bucket.group have equal shards.
-    peers: for each rank of the axis "muon" its places, see local_matrices.
+        parameter begins at bucket.offset[parameter]. If bucket.is_sharded, the ranks of bucket.group have shards of
+        equal size.
+    peers: the places (see local_matrices) of each rank of the axis "muon".
     """
     found: dict[tuple[str, int], Matrix] = {}
     for rank, places in enumerate(peers):
@@ -206,12 +213,16 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
 
 
 def pieces_of(bucket, index: int, rank: int, places: Mapping) -> Iterator[tuple[tuple[int, int], Piece]]:
-    """Yield (shape of the matrix, piece) for each piece in one rank's shard of the bucket. index: the bucket's."""
+    """Yield (shape of the matrix, piece) for each piece in one rank's shard of the bucket.
+
+    index: the bucket's. rank, places: of the rank that has the shard. All positions below count from the start of the
+    shard, so a matrix that begins before the shard has a negative one.
+    """
     shards = places[bucket.group.axis] if bucket.is_sharded else ALONE
     shard = shard_slice(bucket.numel, shards.size, shards.rank)
     in_shard = slice(0, shard.stop - shard.start)
     for param in bucket.params:
-        begin = bucket.offset[param] - shard.start  # of a matrix in the shard: below 0 if it begins before the shard
+        begin = bucket.offset[param] - shard.start  # of the parameter's first matrix; then of the next one
         for number, box in local_matrices(param.spec, places):
             name = param.spec.name, number
             for part, place in pieces_within(in_shard, box, begin):
@@ -245,11 +256,12 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 def one_of_each_box(pieces: list[Piece], owner: int) -> list[Piece]:
     """Return the pieces that the owner receives, one of each box: its own if it has the box, or the nearest rank's.
 
-    Boxes of different ranks are equal or have no element in common.
+    Boxes of different ranks are equal or have no element in common: all ranks lay out their buckets alike, so ZeRO cuts
+    all copies of a part of the matrix in the same places.
     """
     nearest: dict[tuple, Piece] = {}
     for piece in pieces:
-        box = tuple((side.start, side.stop) for side in piece.box)
+        box = tuple((side.start, side.stop) for side in piece.box)  # as a key: Python before 3.12 cannot hash slices
         if box not in nearest or abs(piece.rank - owner) <= abs(nearest[box].rank - owner):
             nearest[box] = piece
     return list(nearest.values())
@@ -260,9 +272,9 @@ def one_of_each_box(pieces: list[Piece], owner: int) -> list[Piece]:
 class Exchange:
     """An all-to-all of pieces.
 
-    add         Called once for each piece, on all ranks in the same order.
-    start       Takes the values of the pieces that this rank sends, in the order of `outgoing`.
-    finish      Takes a target for each piece that this rank receives, in the order of `incoming`, and fills it.
+    add         Call this once for each piece that any rank sends, on all ranks in the same order.
+    start       Start to send. Takes the values of the pieces that this rank sends, in the order of `outgoing`.
+    finish      Wait. Takes a tensor for each piece that this rank receives, in the order of `incoming`, and fills it.
     """
 
     def __init__(self, group: Group, dtype: torch.dtype, device: torch.device):
@@ -305,7 +317,8 @@ class Exchange:
 # ---- the update of all matrices -------------------------------------------------------------------------------------
 
 class Muon:
-    """The update of all matrices of a pipeline rank, in two steps. What is computed between them hides an all-to-all.
+    """The update of all matrices of a pipeline rank, in two halves. Between them zero.py lets AdamW update the other
+    parameters, which hides the first all-to-all.
 
     start       Update the momenta of the shards, and start to send N to the owners.
     finish      Orthogonalise the matrices that this rank owns, send the updates back, and update the shards.
@@ -314,7 +327,7 @@ class Muon:
     momentum in bucket.state["m"], both in the dtype of gradients.
     group: the axis "muon".
     """
-    state = OPTIMIZERS["muon"]
+    state = OPTIMIZERS["muon"]  # the moments of matrices, ("m",). UPDATE_RULES["muon"] is AdamW, for all other weights
 
     def __init__(self, buckets: Sequence, group: Group, peers: Sequence[Mapping], weight_decay: float):
         assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
@@ -340,7 +353,10 @@ class Muon:
     def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
         """Update the momenta, and start to send N to the owners.
 
-        grads: bucket -> gradient of its shard, which zero.py has already divided by step.grad_scale.
+        grads: bucket -> gradient of its shard. It is pending because zero.py may still be copying it to the host: with
+            --offload, the momenta are there. Before, Optimizer.clip_grads has divided it by step.grad_scale. (The rules
+            of optimizers.py divide by themselves, in their fused kernels. Muon has none.)
+
         If step.found_inf is 1, nothing changes. The host cannot read it without waiting for the GPU. So everything is
         computed, and then not applied.
         """
@@ -355,7 +371,10 @@ class Muon:
         return nesterov_momentum(grad, m).to(self.to_owners.like)
 
     def finish(self, step: StepScalars) -> None:
-        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards."""
+        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards.
+
+        Padding belongs to no piece, so it gets no update. Its N is zero, because its gradient is.
+        """
         shards, applied = self.shards, self.applied
         self.shards = self.applied = None  # so that they are freed when this returns
         whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
