@@ -158,7 +158,9 @@ def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
     if spec.matrices == 1:
         yield 0, box
         return
-    per_expert = spec.matrices // spec.shape[0]
+    experts = spec.shape[0]
+    assert spec.matrices % experts == 0, f"{spec.name}: {spec.matrices} matrices do not divide among {experts} experts"
+    per_expert = spec.matrices // experts
     for number in range(box[0].start * per_expert, box[0].stop * per_expert):
         yield number, tuple(slice(0, n) for n in matrix_shape(spec))
 
@@ -172,7 +174,7 @@ class Piece(NamedTuple):
     A shard may begin and end inside a row. So it has at most 3 pieces of a matrix: the end of a row, complete rows, and
     the beginning of a row (param.pieces_within).
     """
-    matrix: tuple[str, int]  # the matrix's name: the parameter's name, and the number of the matrix in the parameter
+    matrix_name: tuple[str, int]  # the parameter's name, and the number of the matrix in the parameter
     box: Box
     rank: int  # the rank that has the piece, on the axis "muon"
     bucket: int  # the index of the bucket in Muon.buckets
@@ -206,9 +208,9 @@ def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     for rank, places in enumerate(peers):
         for index, bucket in enumerate(buckets):
             for shape, piece in pieces_of(bucket, index, rank, places):
-                if piece.matrix not in found:
-                    found[piece.matrix] = Matrix(piece.matrix, shape, [])
-                found[piece.matrix].pieces.append(piece)
+                if piece.matrix_name not in found:
+                    found[piece.matrix_name] = Matrix(piece.matrix_name, shape, [])
+                found[piece.matrix_name].pieces.append(piece)
     return [found[name] for name in sorted(found)]
 
 
@@ -218,8 +220,8 @@ def pieces_of(bucket, index: int, rank: int, places: Mapping) -> Iterator[tuple[
     index: the bucket's. rank, places: of the rank that has the shard. All positions below count from the start of the
     shard, so a matrix that begins before the shard has a negative one.
     """
-    shards = places[bucket.group.axis] if bucket.is_sharded else ALONE
-    shard = shard_slice(bucket.numel, shards.size, shards.rank)
+    data_place = places[bucket.group.axis] if bucket.is_sharded else ALONE  # which of the equal shards the rank has
+    shard = shard_slice(bucket.numel, data_place.size, data_place.rank)
     in_shard = slice(0, shard.stop - shard.start)
     for param in bucket.params:
         begin = bucket.offset[param] - shard.start  # of the parameter's first matrix; then of the next one
@@ -284,11 +286,11 @@ class Exchange:
         self.receives: list[list[Piece]] = [[] for _ in range(group.size)]  # from each rank
         self.pending: Pending | None = None
 
-    def add(self, piece: Piece, source: int, target: int) -> None:
-        if source == self.group.rank:
-            self.sends[target].append(piece)
-        if target == self.group.rank:
-            self.receives[source].append(piece)
+    def add(self, piece: Piece, sender: int, receiver: int) -> None:
+        if sender == self.group.rank:
+            self.sends[receiver].append(piece)
+        if receiver == self.group.rank:
+            self.receives[sender].append(piece)
 
     @property
     def outgoing(self) -> list[Piece]:
@@ -333,7 +335,7 @@ class Muon:
         assert len(peers) == group.size and all(param.spec.decay for bucket in buckets for param in bucket.params)
         self.buckets, self.group, self.weight_decay = buckets, group, weight_decay
         # From start to finish: N of this rank's shard of each bucket, and whether the step is applied.
-        self.shards: list[Tensor] | None = None
+        self.n_of_shards: list[Tensor] | None = None
         self.applied: Tensor | None = None
 
         self.matrices = find_matrices(buckets, peers)
@@ -346,9 +348,9 @@ class Muon:
             pieces = one_of_each_box(matrix.pieces, owner)
             assert sum(piece.numel for piece in pieces) == math.prod(matrix.shape)
             for piece in pieces:
-                self.to_owners.add(piece, source=piece.rank, target=owner)
+                self.to_owners.add(piece, sender=piece.rank, receiver=owner)
             for piece in matrix.pieces:  # all of them: ranks with copies of a box each get its update
-                self.from_owners.add(piece, source=owner, target=piece.rank)
+                self.from_owners.add(piece, sender=owner, receiver=piece.rank)
 
     def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
         """Update the momenta, and start to send N to the owners.
@@ -361,8 +363,8 @@ class Muon:
         computed, and then not applied.
         """
         self.applied = step.found_inf == 0
-        self.shards = [self.add_to_momentum(bucket, grads[bucket].wait(), self.applied) for bucket in self.buckets]
-        self.to_owners.start([self.shards[piece.bucket][piece.place] for piece in self.to_owners.outgoing])
+        self.n_of_shards = [self.add_to_momentum(bucket, grads[bucket].wait(), self.applied) for bucket in self.buckets]
+        self.to_owners.start([self.n_of_shards[piece.bucket][piece.place] for piece in self.to_owners.outgoing])
 
     def add_to_momentum(self, bucket, grad: Tensor, applied: Tensor) -> Tensor:
         """Update this rank's shard of M. Return its shard of N, in the dtype and on the device of the exchange."""
@@ -375,18 +377,21 @@ class Muon:
 
         Padding belongs to no piece, so it gets no update. Its N is zero, because its gradient is.
         """
-        shards, applied = self.shards, self.applied
-        self.shards = self.applied = None  # so that they are freed when this returns
-        whole = {matrix.name: shards[0].new_empty(matrix.shape) for matrix, owner in zip(self.matrices, self.owners)
-                 if owner == self.group.rank}
-        self.to_owners.finish([whole[piece.matrix][piece.box] for piece in self.to_owners.incoming])
+        n_of_shards, applied = self.n_of_shards, self.applied
+        self.n_of_shards = self.applied = None  # so that they are freed when this returns
+        whole = {}  # name -> matrix that this rank owns: first N, then its update
+        for matrix, owner in zip(self.matrices, self.owners):
+            if owner == self.group.rank:
+                whole[matrix.name] = self.to_owners.like.new_empty(matrix.shape)
+        self.to_owners.finish([whole[piece.matrix_name][piece.box] for piece in self.to_owners.incoming])
         replace_by_updates(whole)
 
-        self.from_owners.start([whole[piece.matrix][piece.box] for piece in self.from_owners.outgoing])
+        self.from_owners.start([whole[piece.matrix_name][piece.box] for piece in self.from_owners.outgoing])
         whole.clear()
-        self.from_owners.finish([shards[piece.bucket][piece.place] for piece in self.from_owners.incoming])
-        for bucket, of_shard in zip(self.buckets, shards):
-            update = of_shard.to(bucket.master.device, bucket.acc_dtype)
+        updates = n_of_shards  # the same tensors: this overwrites N, which is not needed any more
+        self.from_owners.finish([updates[piece.bucket][piece.place] for piece in self.from_owners.incoming])
+        for bucket, update_of_shard in zip(self.buckets, updates):
+            update = update_of_shard.to(bucket.master.device, bucket.acc_dtype)
             rate = step.lr * applied.to(update)  # 0 if the step is not applied
             bucket.master.mul_(1 - self.weight_decay * rate).sub_(update.mul_(rate))
             bucket.update_weights()
