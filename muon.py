@@ -31,8 +31,8 @@ Saves: the second moment of all matrices, which is 4 of 18 bytes per parameter i
        master weight 4, two moments 8). Also steps: Liu et al. need about half as many as with AdamW.
 Costs: 20 to 30 min(R, C) FLOPs per matrix parameter and step, computed only by the owner.
        Two all-to-alls, in bf16 in 16-bit runs. With ZeRO a rank sends about P/n elements in each. At level 0 it sends
-       about P/n in the first, and up to P in the second. The first overlaps with AdamW's updates, the second with
-       nothing.
+       less in the first, because an owner may have a copy, and up to P in the second. The first overlaps with AdamW's
+       updates, the second with nothing.
        Memory during the update, in elements of 2 bytes in 16-bit runs: up to 3 times the rank's shard (N, what the rank
        sends, what it receives), and the matrices that it owns. Orthogonalising needs less, unless shards are small.
 Stops helping when: batches are so small that these FLOPs are not negligible compared with forward and backward; or a
@@ -355,9 +355,9 @@ class Muon:
     def start(self, grads: Mapping[Any, Pending], step: StepScalars) -> None:
         """Update the momenta, and start to send N to the owners.
 
-        grads: bucket -> gradient of its shard. It is pending because zero.py may still be copying it to the host: with
-            --offload, the momenta are there. Before, Optimizer.clip_grads has divided it by step.grad_scale. (The rules
-            of optimizers.py divide by themselves, in their fused kernels. Muon has none.)
+        grads: bucket -> gradient of its shard. zero.py has divided it by step.grad_scale (in Optimizer.clip_grads). The
+            rules of optimizers.py divide by themselves, in their fused kernels, but Muon has none. With --offload
+            optimizer the gradient may still be on its way to the host, which has the momenta. So it is a Pending.
 
         If step.found_inf is 1, nothing changes. The host cannot read it without waiting for the GPU. So everything is
         computed, and then not applied.
