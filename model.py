@@ -70,20 +70,20 @@ class ForwardContext(NamedTuple):
     next_tokens: Tensor | None = None  # [B, s], the token after each; None without multi-token prediction
 
 
-def table_spec(model: Model, name: str) -> Spec:
+def table_spec(config: Model, name: str) -> Spec:
     """Return the Spec of the embedding's or the head's table.
 
     The first and the last pipeline stage both have the table if the two are tied, or if multi-token prediction reads
     the embedding. Its gradient is then the sum of theirs, over the axis "tie".
     """
-    tie = {"tie": "partial"} if model.tied or (model.mtp and name == "embedding") else {}
-    return Spec(name, (model.vocab, model.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)  # for AdamW, not Muon
+    tie = {"tie": "partial"} if config.tied or (config.mtp and name == "embedding") else {}
+    return Spec(name, (config.vocab, config.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)  # for AdamW, not Muon
 
 
-def output_std(model: Model) -> float:
+def output_std(config: Model) -> float:
     """The initial std of matrices that write to the residual stream: smaller by the root of its 2 additions per layer,
     as in GPT-2."""
-    return INIT_STD / (2 * model.layers) ** 0.5
+    return INIT_STD / (2 * config.layers) ** 0.5
 
 
 # ---- layers of every model ------------------------------------------------------------------------------------------
@@ -92,26 +92,26 @@ class Attention(nn.Module):
     """Grouped-query attention. A tensor parallel rank has N/t query heads, and K/t key and value heads (at least 1).
     """
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, t: int):
+    def __init__(self, layer: int, config: Model, make: MakeParameter, t: int):
         super().__init__()
-        H, D, name = model.hidden, model.head_dim, f"layers.{layer}.attention."
-        self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
-        kv_heads = max(model.kv_heads // t, 1)
-        self.head_counts = [model.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
+        H, D, name = config.hidden, config.head_dim, f"layers.{layer}.attention."
+        self.layer, self.window, self.head_dim = layer, config.window_of(layer), D
+        kv_heads = max(config.kv_heads // t, 1)
+        self.head_counts = [config.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
 
-        q_rows, kv_rows = model.heads * D, model.kv_heads * D
+        q_rows, kv_rows = config.heads * D, config.kv_heads * D
         # If t > K, the t/K ranks of "kv_copy" share a head but have different queries: its gradient is partial.
-        kv_along = {"kv": 0, "kv_copy": "partial"} if t > model.kv_heads else {"tp": 0}
+        kv_along = {"kv": 0, "kv_copy": "partial"} if t > config.kv_heads else {"tp": 0}
         projections = ("q", q_rows, {"tp": 0}), ("k", kv_rows, kv_along), ("v", kv_rows, kv_along)
         weights = [Spec(f"{name}w{x}", (rows, H), along, std=INIT_STD) for x, rows, along in projections]
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
-        self.qkv = ColumnParallelLinear(make, *weights, biases=biases if model.qkv_bias else [])
-        self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(model)))
+        self.qkv = ColumnParallelLinear(make, *weights, biases=biases if config.qkv_bias else [])
+        self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(config)))
         self.q_norm = self.k_norm = None
-        if model.qk_norm:
+        if config.qk_norm:
             along = {"tp": "partial"}  # each rank's heads, or with kv_copy its queries, give one term of the gradient
-            self.q_norm = RMSNorm(make, name + "q_norm", D, model.norm_eps, along)
-            self.k_norm = RMSNorm(make, name + "k_norm", D, model.norm_eps, along)
+            self.q_norm = RMSNorm(make, name + "q_norm", D, config.norm_eps, along)
+            self.k_norm = RMSNorm(make, name + "k_norm", D, config.norm_eps, along)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         qkv = self.qkv(x, context.tp)  # [T, n D], n heads of q, k and v: one gather and one matmul for all three
@@ -133,11 +133,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU. A tensor parallel rank has F/t of its channels."""
 
-    def __init__(self, name: str, ffn: int, model: Model, make: MakeParameter):
+    def __init__(self, name: str, ffn: int, config: Model, make: MakeParameter):
         super().__init__()
-        gate = Spec(name + "w_gate", (ffn, model.hidden), {"tp": 0}, std=INIT_STD)
-        up = Spec(name + "w_up", (ffn, model.hidden), {"tp": 0}, std=INIT_STD)
-        down = Spec(name + "w_down", (model.hidden, ffn), {"tp": 1}, std=output_std(model))
+        gate = Spec(name + "w_gate", (ffn, config.hidden), {"tp": 0}, std=INIT_STD)
+        up = Spec(name + "w_up", (ffn, config.hidden), {"tp": 0}, std=INIT_STD)
+        down = Spec(name + "w_down", (config.hidden, ffn), {"tp": 1}, std=output_std(config))
         self.gate_up = ColumnParallelLinear(make, gate, up)
         self.down = RowParallelLinear(make, down)
 
@@ -156,20 +156,20 @@ class Block(nn.Module):
     t: tensor parallel ranks. norm_along: how norms' weights, which are whole on each rank, get their gradients.
     """
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
+    def __init__(self, layer: int, config: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
                  balance: Balance):
         super().__init__()
         name = f"layers.{layer}."
-        self.attention_norm = RMSNorm(make, name + "attention_norm", model.hidden, model.norm_eps, norm_along)
-        if model.kv_lora_rank:
-            self.attention = LatentAttention(layer, model, make, norm_along, INIT_STD, output_std(model))
+        self.attention_norm = RMSNorm(make, name + "attention_norm", config.hidden, config.norm_eps, norm_along)
+        if config.kv_lora_rank:
+            self.attention = LatentAttention(layer, config, make, norm_along, INIT_STD, output_std(config))
         else:
-            self.attention = Attention(layer, model, make, t)
-        self.ffn_norm = RMSNorm(make, name + "ffn_norm", model.hidden, model.norm_eps, norm_along)
-        if model.has_experts(layer):
-            self.ffn = MixtureOfExperts(layer, model, make, groups, balance)
+            self.attention = Attention(layer, config, make, t)
+        self.ffn_norm = RMSNorm(make, name + "ffn_norm", config.hidden, config.norm_eps, norm_along)
+        if config.has_experts(layer):
+            self.ffn = MixtureOfExperts(layer, config, make, groups, balance)
         else:
-            self.ffn = FeedForward(name + "ffn.", model.ffn, model, make)
+            self.ffn = FeedForward(name + "ffn.", config.ffn, config, make)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
@@ -188,10 +188,10 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The last norm, then logits or the loss. table: the embedding's, if it is tied and on this rank."""
 
-    def __init__(self, model: Model, make: MakeParameter, norm_along: dict, table: nn.Parameter | None, z_loss: float):
+    def __init__(self, config: Model, make: MakeParameter, norm_along: dict, table: nn.Parameter | None, z_loss: float):
         super().__init__()
-        self.norm = RMSNorm(make, "norm", model.hidden, model.norm_eps, norm_along)
-        spec = table_spec(model, "embedding" if model.tied else "head")
+        self.norm = RMSNorm(make, "norm", config.hidden, config.norm_eps, norm_along)
+        spec = table_spec(config, "embedding" if config.tied else "head")
         self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
@@ -245,12 +245,12 @@ class Llama(nn.Module):
     mtp_weight: the factor of multi-token prediction's loss, which train.forward_backward applies.
     """
 
-    def __init__(self, model: Model, groups: Groups, execution: Execution = Execution(), *,
+    def __init__(self, config: Model, groups: Groups, execution: Execution = Execution(), *,
                  stages: Stages | None = None, z_loss: float = 0.0, balance: Balance = Balance(),
                  mtp_weight: float = 0.3):
         super().__init__()
-        self.model, self.groups, self.execution, self.mtp_weight = model, groups, execution, mtp_weight
-        stages = stages or Stages({0: range(model.blocks)})
+        self.config, self.groups, self.execution, self.mtp_weight = config, groups, execution, mtp_weight
+        stages = stages or Stages({0: range(config.blocks)})
         self.stages, self.owners, self.last_stage = stages.layers, stages.owners, len(stages.owners) - 1
         tp = groups.get("tp", ALONE)
         self.tp = TensorParallel(tp, execution.sequence, execution.async_tp) if tp.size > 1 else TensorParallel(tp)
@@ -259,25 +259,25 @@ class Llama(nn.Module):
 
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
-        common = dict(model=model, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
+        common = dict(config=config, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
         has_first_stage, has_last_stage = 0 in self.stages, self.last_stage in self.stages
-        predicts_ahead = has_last_stage and model.mtp
+        predicts_ahead = has_last_stage and config.mtp
 
         self.embedding = None
         if has_first_stage or predicts_ahead:
-            self.embedding = VocabParallelEmbedding(make, table_spec(model, "embedding"))
+            self.embedding = VocabParallelEmbedding(make, table_spec(config, "embedding"))
         self.blocks = nn.ModuleDict()  # by number of the layer
         for layers in self.stages.values():
             for layer in layers:
-                if layer < model.layers:
+                if layer < config.layers:
                     self.blocks[str(layer)] = Block(layer, **common)
-        if predicts_ahead:  # its number is model.layers, the last one in self.stages
-            self.blocks[str(model.layers)] = MultiTokenPrediction(self.embedding, model.layers, **common)
+        if predicts_ahead:  # its number is config.layers, the last one in self.stages
+            self.blocks[str(config.layers)] = MultiTokenPrediction(self.embedding, config.layers, **common)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         self.head = None
         if has_last_stage:
-            table = self.embedding.table if model.tied and self.embedding else None
-            self.head = Head(model, make, norm_along, table, z_loss)
+            table = self.embedding.table if config.tied and self.embedding else None
+            self.head = Head(config, make, norm_along, table, z_loss)
 
     def units(self) -> dict[int, list[nn.Module]]:
         """Return each stage's modules in forward order. Each is an FSDP unit: ZeRO-3 gathers and frees its weights, and
@@ -316,7 +316,7 @@ class Llama(nn.Module):
         """
         assert cache is None or documents is positions is None, "a KV cache counts positions, and knows of no documents"
         assert (next_tokens is None) == (next_labels is None)
-        assert next_labels is None or (labels is not None and self.model.mtp)
+        assert next_labels is None or (labels is not None and self.config.mtp)
         context = self.make_context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
         self.recompute.start_forward()
         if stage == 0:
@@ -336,27 +336,27 @@ class Llama(nn.Module):
         if key not in self.cached_angles:
             cp = self.groups.get("cp", ALONE)
             positions = own_positions(length, cp.size, cp.rank, device)
-            self.cached_angles[key] = rotary_angles(positions, self.model, self.execution.dtype)
+            self.cached_angles[key] = rotary_angles(positions, self.config, self.execution.dtype)
         return self.cached_angles[key]
 
     def make_context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
                      aux_loss_scale: float | Tensor | None, next_tokens: Tensor | None) -> ForwardContext:
-        execution, model = self.execution, self.model
+        execution, config = self.execution, self.config
         tp, groups, earlier = self.tp, self.groups, 0  # earlier: the number of tokens in the cache
         if cache is not None:  # generating: too few tokens for sequence or context parallelism
             tp, groups, earlier = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
             positions = torch.arange(earlier, earlier + tokens.shape[1], device=tokens.device)
         cp = groups.get("cp", ALONE)
-        style = "latents" if model.kv_lora_rank else execution.cp_style  # LatentAttention gathers its latents itself
+        style = "latents" if config.kv_lora_rank else execution.cp_style  # LatentAttention gathers its latents itself
         attention = attention_by_window(
-            map(model.window_of, self.stages[stage]), tokens, documents, kernel=execution.attention,
-            head_dim=model.head_dim, dtype=execution.dtype, groups=groups, style=style, earlier=earlier,
+            map(config.window_of, self.stages[stage]), tokens, documents, kernel=execution.attention,
+            head_dim=config.head_dim, dtype=execution.dtype, groups=groups, style=style, earlier=earlier,
             recompute=execution.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         if positions is None:
             angles = self.angles_in_sequence(tokens.shape[1], tokens.device)
         else:
-            angles = rotary_angles(positions, model, execution.dtype)
+            angles = rotary_angles(positions, config, execution.dtype)
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
                               routing=routing, cache=cache, gather_latents=partial(gather_tokens, group=cp),
                               next_tokens=next_tokens)
@@ -364,7 +364,7 @@ class Llama(nn.Module):
     def boundary_shape(self, tokens: Tensor, sequence: bool = True) -> tuple[int, int]:
         """Return the shape of the activation between two stages. tokens: [B, s]. sequence=False: without sequence
         parallelism, as when text is generated."""
-        return tokens.numel() // (self.tp.size if self.tp.sequence and sequence else 1), self.model.hidden
+        return tokens.numel() // (self.tp.size if self.tp.sequence and sequence else 1), self.config.hidden
 
 
 def make_recompute(execution: Execution, stages: Stages, tp: TensorParallel) -> Recompute:
@@ -382,18 +382,18 @@ class MixtureOfExperts(nn.Module):
     groups["ep"] shares out the top-k experts; ranks of groups["edp"] have copies of the same ones (core/groups.py).
     """
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, groups: Groups, balance: Balance):
+    def __init__(self, layer: int, config: Model, make: MakeParameter, groups: Groups, balance: Balance):
         super().__init__()
         # "edp" is the axis over which experts' gradients are summed. matrices: how many a parameter has, for muon.py.
-        E, H, F, name = model.experts, model.hidden, model.expert_ffn, f"layers.{layer}."
+        E, H, F, name = config.experts, config.hidden, config.expert_ffn, f"layers.{layer}."
         self.ep_group = groups.get("ep", ALONE)
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ
-        self.router = Router(name + "router.bias", self.w_router, model, balance)
+        self.router = Router(name + "router.bias", self.w_router, config, balance)
         self.experts = GroupedExperts(
             make, Spec(name + "experts.w_gate_up", (E, 2 * F, H), {"ep": 0}, "edp", std=INIT_STD, matrices=2 * E),
-            Spec(name + "experts.w_down", (E, H, F), {"ep": 0}, "edp", std=output_std(model), matrices=E))
-        shared = model.shared_experts * F
-        self.shared = FeedForward(name + "shared.", shared, model, make) if shared else None
+            Spec(name + "experts.w_down", (E, H, F), {"ep": 0}, "edp", std=output_std(config), matrices=E))
+        shared = config.shared_experts * F
+        self.shared = FeedForward(name + "shared.", shared, config, make) if shared else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         tokens = split_tokens(x, context.tp)
@@ -437,14 +437,14 @@ class MultiTokenPrediction(Block):
     DeepSeek-V3, section 2.2, depth 1. e comes before h, as in its published weights, though not in its equation.
     """
 
-    def __init__(self, embedding: VocabParallelEmbedding, layer: int, model: Model, make: MakeParameter,
+    def __init__(self, embedding: VocabParallelEmbedding, layer: int, config: Model, make: MakeParameter,
                  norm_along: dict, **rest):
-        super().__init__(layer, model, make, norm_along=norm_along, **rest)
-        name, H = f"layers.{layer}.", model.hidden
+        super().__init__(layer, config, make, norm_along=norm_along, **rest)
+        name, H = f"layers.{layer}.", config.hidden
         self.embedding = embedding
-        self.e_norm = RMSNorm(make, name + "enorm", H, model.norm_eps, norm_along)
-        self.h_norm = RMSNorm(make, name + "hnorm", H, model.norm_eps, norm_along)
-        self.norm = RMSNorm(make, name + "shared_head.norm", H, model.norm_eps, norm_along)
+        self.e_norm = RMSNorm(make, name + "enorm", H, config.norm_eps, norm_along)
+        self.h_norm = RMSNorm(make, name + "hnorm", H, config.norm_eps, norm_along)
+        self.norm = RMSNorm(make, name + "shared_head.norm", H, config.norm_eps, norm_along)
         # Whole on every rank, and applied to the tokens that it has between layers: no tensor parallelism.
         self.project = ColumnParallelLinear(make, Spec(name + "eh_proj", (H, 2 * H), norm_along, std=INIT_STD))
 

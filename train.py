@@ -260,7 +260,7 @@ def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequence
         aux_loss              the auxiliary losses, summed over layers, averaged over sequences
         load_max_over_mean    the tokens of the busiest expert over the mean of its layer's experts; of the worst layer
     """
-    if not model.model.experts:
+    if not model.config.experts:
         return {}
     load = torch.zeros((), dtype=torch.float64, device=updated.device)
     loss = torch.zeros((), dtype=torch.float64, device=updated.device)

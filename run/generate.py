@@ -50,7 +50,7 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
     for module in model.modules():
         vars(module).pop("mm", None)  # the class has the plain one
     generator, cache, new = torch.Generator().manual_seed(seed), KVCache(), tokens
-    vocab, tp, pp = model.model.vocab, model.tp.group, model.groups.get("pp", ALONE)
+    vocab, tp, pp = model.config.vocab, model.tp.group, model.groups.get("pp", ALONE)
     for _ in range(count):
         logits, own = torch.zeros(len(tokens), vocab, device=tokens.device), next_logits(model, new, cache)
         if own is not None:

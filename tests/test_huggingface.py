@@ -119,7 +119,7 @@ def weights_of(llama: Llama) -> Source:
 
 
 def export(llama: Llama, folder, **rest) -> None:
-    huggingface.export(str(folder), llama.model, specs_of(llama), weights_of(llama), "fp32", **rest)
+    huggingface.export(str(folder), llama.config, specs_of(llama), weights_of(llama), "fp32", **rest)
 
 
 def logits(model) -> torch.Tensor:
@@ -428,7 +428,7 @@ def test_transformers_opens_what_is_exported(case, published, tmp_path):
         assert safetensors.safe_open(path, framework="pt").metadata() == {"format": "pt"}
         stored |= safetensors.torch.load_file(path)
     total = json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
-    assert ("lm_head.weight" in stored) != llama.model.tied and total == sum(each.nbytes for each in stored.values())
+    assert ("lm_head.weight" in stored) != llama.config.tied and total == sum(each.nbytes for each in stored.values())
     again = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = of_transformers(case)
     assert type(again) is type(theirs) and again.dtype == torch.float32
@@ -446,7 +446,7 @@ def test_the_index_says_how_many_bytes_the_files_have(case, dtype, published, tm
     """As the headers of the files say it, in which each tensor has its dtype, its shape and its place; no file has more
     than it may have."""
     llama = loaded(published(case))
-    huggingface.export(str(tmp_path), llama.model, specs_of(llama), weights_of(llama), dtype, shard_bytes=24000)
+    huggingface.export(str(tmp_path), llama.config, specs_of(llama), weights_of(llama), dtype, shard_bytes=24000)
     sizes = []
     for path in tmp_path.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -463,7 +463,7 @@ def test_each_rank_reads_and_writes_its_own_shards(published, tmp_path):
     total = sum(param.numel() for param in llama.parameters())
     for rank, read in enumerate(reads):
         source = noted(read, weights_of(llama), lambda spec, box: math.prod(box_shape(box)))
-        huggingface.export(str(tmp_path), llama.model, specs_of(llama), source, "bf16", rank=rank, world=3,
+        huggingface.export(str(tmp_path), llama.config, specs_of(llama), source, "bf16", rank=rank, world=3,
                            shard_bytes=20000)
     assert sum(map(sum, reads)) == total and min(map(sum, reads)) > 0.2 * total
     sizes = [sum(weight.nbytes for weight in safetensors.torch.load_file(file).values())

@@ -166,9 +166,9 @@ def test_sampling_with_the_cache_equals_sampling_without(flags):
         for _ in range(10):
             greedy = torch.cat((greedy, llama(greedy)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
-    windows = [llama.model.window_of(layer) for layer in range(llama.model.layers)]
+    windows = [llama.config.window_of(layer) for layer in range(llama.config.layers)]
     assert [len(k[0]) for k, _ in cache.layers.values()] == [window - 1 if window else 20 for window in windows]
-    if llama.model.kv_lora_rank:  # what a token has is a latent and one key
+    if llama.config.kv_lora_rank:  # what a token has is a latent and one key
         assert all(k.shape[2:] == (1, 14) and v.shape[2:] == (1, 4) for k, v in cache.layers.values())
 
 
