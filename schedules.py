@@ -289,7 +289,7 @@ class Schedule(NamedTuple):
     order: Callable[[int, int, int, int, int], list[Action]]  # (r, p, m, v, n) -> the order of rank r
     chunks: int = 1  # model chunks per rank
     grouped: bool = False  # any other number of chunks is allowed, too; micro-batches go through them in groups of n
-    least: int = 0  # the fewest micro-batches, per rank
+    min_micro_batches_per_rank: int = 0
     v_shaped: bool = False  # a rank's second stage counts from the end: the last stage is on the rank of the first
     runs: bool = True  # whether training offers it; otherwise it is only drawn
 
@@ -311,8 +311,8 @@ SCHEDULES = {
     "zb-h2": Schedule(zb_h2, runs=False),
     "zb1p": Schedule(zb1p, chunks=2, grouped=True),
     "zb-v": Schedule(zb_v, chunks=2, v_shaped=True),
-    "dualpipev": Schedule(dual_pipe_v, chunks=2, least=2, v_shaped=True),
-    "dualpipe": Schedule(dual_pipe, chunks=2, least=2, runs=False),
+    "dualpipev": Schedule(dual_pipe_v, chunks=2, min_micro_batches_per_rank=2, v_shaped=True),
+    "dualpipe": Schedule(dual_pipe, chunks=2, min_micro_batches_per_rank=2, runs=False),
 }
 
 
@@ -338,8 +338,9 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     if v > 1 and chosen.grouped and not groups_are_large_enough(n, p, m):
         raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
-    if m < chosen.least * p:
-        raise ValueError(f"{m} micro-batches: schedule {schedule} needs at least {chosen.least * p} on {p} ranks")
+    needed = chosen.min_micro_batches_per_rank * p
+    if m < needed:
+        raise ValueError(f"{m} micro-batches: schedule {schedule} needs at least {needed} on {p} ranks")
     ranks = [chosen.order(r, p, m, v, n) for r in range(p)]
     owner = {(stage, k): r for r, actions in enumerate(ranks) for op, stage, k in actions if op == "F"}
     plan = Plan(ranks, owner)

@@ -398,7 +398,7 @@ def check_schedule(c: Config) -> None:
         except ValueError as error:
             names = ["schedule", "pp", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
             flags = [f"{flag(name)} {c.before_defaults[name]}" for name in names if c.before_defaults[name]]
-            least = SCHEDULES[grid.schedule].least * grid.pp  # the fewest micro-batches that this schedule can run
+            least = SCHEDULES[grid.schedule].min_micro_batches_per_rank * grid.pp
             enough = least * grid.dp * (c.before_defaults["micro_batch"] or 1)
             hint = f": use {enough} or more sequences per step" if micro_batches < least else ""
             raise ValueError(f"{' '.join(flags)}: {error}{hint}") from None

@@ -180,7 +180,7 @@ def few_micro_batches(grid: Grid, m: int) -> int:
         return 4
     schedule, few = SCHEDULES[grid.schedule], 4 * p + m % p
     in_groups = schedule.grouped and m % p
-    too_few = few - p < schedule.least * p  # plan/step_time.py also asks for p fewer
+    too_few = few - p < schedule.min_micro_batches_per_rank * p  # plan/step_time.py also asks for p fewer
     return m if in_groups or too_few or grows(grid.schedule, p, few, grid.virtual_stages) else few
 
 

@@ -436,7 +436,7 @@ def live_bytes(schedule: str, m: int) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("schedule", EXECUTED)
 def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
     """But for what is sent and received, a few narrow tensors; after the step nothing is left."""
-    m = max(8, 4 * SCHEDULES[schedule].least)
+    m = max(8, 4 * SCHEDULES[schedule].min_micro_batches_per_rank)
     stages = make_plan(schedule, 4, m).stages // 4
     in_transit = stages * 2 * m * T * H * 8  # of each micro-batch one received and one sent
     for seen in pool.run(4, "test_pp:live_bytes", schedule=schedule, m=m):
