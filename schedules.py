@@ -181,10 +181,12 @@ def zb1p(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
 class TwoChunkOrder:
     """Writes down the order of a rank that has two stages, of chunk 0 and of chunk 1.
 
-    For the stages 0 and 3, repeat(2, "F0") and then repeat(1, "F1 I1 W") write F0.0 F0.1 F3.0 I3.0 W3.0.
+    In its words, the letter after the action is the chunk: a for chunk 0, b for chunk 1. No word has a number, because
+    micro-batches are counted here. For the stages 0 and 3, repeat(2, "Fa") and then repeat(1, "Fb Ib W") write F0.0
+    F0.1 F3.0 I3.0 W3.0.
 
-        "F1", "B1", "I1"    the next micro-batch of chunk 1; forwards and backwards are counted separately
-        "W1"                the W of the oldest I of chunk 1 that has no W yet
+        "Fb", "Bb", "Ib"    the next micro-batch of chunk 1; forwards and backwards are counted separately
+        "Wb"                the W of the oldest I of chunk 1 that has no W yet
         "W"                 the W of the oldest I of either chunk that has no W yet
     """
 
@@ -198,11 +200,12 @@ class TwoChunkOrder:
         """Write the words `times` times. Micro-batches from number m on do not exist and are left out."""
         for word in words.split() * times:
             op = word[0]
+            chunk = "ab".index(word[1]) if len(word) == 2 else None
             if op == "W":
-                chunk, k = self.oldest_without_w(word[1:])
+                chunk, k = self.oldest_without_w(chunk)
                 self.without_w.remove((chunk, k))
             else:
-                chunk, count = int(word[1:]), self.forwards if op == "F" else self.backwards
+                count = self.forwards if op == "F" else self.backwards
                 k = count[chunk]
                 count[chunk] += 1
                 if op == "I":
@@ -210,9 +213,12 @@ class TwoChunkOrder:
             if k < self.m:
                 self.actions.append(Action(op, self.stages[chunk], k))
 
-    def oldest_without_w(self, chunk: str) -> tuple[int, int]:
-        """chunk: "0", "1", or "" for either."""
-        return [pair for pair in self.without_w if chunk in ("", str(pair[0]))][0]
+    def oldest_without_w(self, chunk: int | None) -> tuple[int, int]:
+        """Return (chunk, micro-batch) of the oldest I that has no W yet. chunk: 0, 1, or None for either."""
+        for pair in self.without_w:
+            if chunk is None or pair[0] == chunk:
+                return pair
+        raise ValueError("a W without an I before it")
 
 
 def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
@@ -223,19 +229,19 @@ def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     order = TwoChunkOrder((r, 2 * p - 1 - r), m)
     full = max(2 * p - 1, m)  # fewer do not fill the pipeline: micro-batches beyond m are left out
     # Warmup, until micro-batch 0 is back from rank p-1, in this rank's second stage.
-    order.repeat(2 * (p - r) - 1, "F0")
+    order.repeat(2 * (p - r) - 1, "Fa")
     # Until the gradient of micro-batch 0 is back from rank 0, where the last stage is.
-    order.repeat(r, "F1 F0")
+    order.repeat(r, "Fb Fa")
     # Until this gradient is back from rank p-1, in this rank's first stage.
-    order.repeat(p - r, "F1 I1 W")
+    order.repeat(p - r, "Fb Ib W")
     # Steady: all first forwards that are left.
-    order.repeat(full - (2 * (p - r) - 1) - r, "F0 I0 W F1 I1 W")
+    order.repeat(full - (2 * (p - r) - 1) - r, "Fa Ia W Fb Ib W")
     # Cooldown: the second forwards that are left, then the input gradients, then the weight gradients.
-    order.repeat(p - 1 - r, "I0 W F1 I1 W")
-    order.repeat(r, "I0 I1")
-    order.repeat(p - r, "I0 W0")
-    order.repeat(r, "W1")
-    order.repeat(r, "W0")
+    order.repeat(p - 1 - r, "Ia W Fb Ib W")
+    order.repeat(r, "Ia Ib")
+    order.repeat(p - r, "Ia Wa")
+    order.repeat(r, "Wb")
+    order.repeat(r, "Wa")
     return order.actions
 
 
@@ -251,32 +257,50 @@ def dual_pipe(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     """
     if p % 2 or m % 2:
         raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
-    near, each = min(r, p - 1 - r), m // 2  # distance from the nearer end; how many micro-batches enter at each end
-    from_nearer_end, from_other_end = near, p - 1 - near  # the stages that these micro-batches have here
-    actions = dual_pipe_steps((from_nearer_end, from_other_end), near, p // 2, each)
+    each = m // 2  # micro-batches that enter at each end
+    from_nearer_end = min(r, p - 1 - r)  # the distance, which is also the stage here of what enters at that end
+    from_other_end = p - 1 - from_nearer_end
+    actions = dual_pipe_steps((from_nearer_end, from_other_end), from_nearer_end, p // 2, each)
     # So far, micro-batches from each end are numbered from 0. The ones that enter at rank p-1 get the later numbers.
     return [action if action.stage == r else action._replace(micro_batch=action.micro_batch + each)
             for action in actions]
 
 
-def dual_pipe_steps(stages: tuple[int, int], near: int, half: int, m: int) -> list[Action]:
+def dual_pipe_steps(stages: tuple[int, int], from_start: int, ranks: int, m: int) -> list[Action]:
     """The eight steps of DualPipe, numbered as in its repository, for m micro-batches of each chunk.
 
-    near: this rank's distance from the end where chunk 0 begins. half: the ranks on the way from there to the turn (of
-    DualPipeV) or to the middle (of DualPipe). In step 4, the repository runs each forward and the backward after it as
-    one action; here they are separate.
+    from_start: this rank's distance from the end where its chunk 0 begins.
+    ranks: how many ranks lie between that end and the turn, both included: p in DualPipeV. In DualPipe the middle takes
+        the place of the turn, and there are p/2.
+
+    In step 4, the repository runs each forward and the backward after it as one action; here they are separate. This
+    gives up what the repository does within that action: it runs the communication of one under the computation of the
+    other.
     """
-    order, far = TwoChunkOrder(stages, m), half - 1 - near  # far: the distance from the turn
-    order.repeat(2 * far, "F0")                     # step 1, warmup
-    order.repeat(near + 1, "F0 F1")                 # step 2
-    order.repeat(far, "I1 W F1")                    # step 3
-    order.repeat(m - half - far, "F0 B1 F1 B0")     # step 4, steady: all forwards of chunk 0 that are left
-    order.repeat(far, "B1 F1 B0")                   # step 5, cooldown: all forwards of chunk 1 that are left
-    order.repeat((near + 1) // 2, "B1 B0")          # step 6: 2(near + 1) backwards, the second half of them split
-    order.repeat((near + 1) % 2, "B1 I0")
-    order.repeat((near + 1) // 2, "I1 I0")
-    order.repeat(far, "W I0")                       # step 7
-    order.repeat(near + 1, "W")                     # step 8
+    order = TwoChunkOrder(stages, m)
+    to_turn = ranks - 1 - from_start
+    # Step 1, warmup: micro-batch 0 of chunk 0 goes to the turn and back, through to_turn ranks each way. (In DualPipe,
+    # micro-batch 0 of the other end comes in its place, at the same time.)
+    order.repeat(2 * to_turn, "Fa")
+    # Step 2. Micro-batch 0 of chunk 1 is here after one more forward. It goes to the start, and its gradient comes
+    # back, through from_start ranks each way.
+    order.repeat(from_start + 1, "Fa Fb")
+    # Step 3, until the gradient of micro-batch 0 of chunk 0 is back from the turn.
+    order.repeat(to_turn, "Ib W Fb")
+    # Step 4, steady: all forwards of chunk 0 that are left. Of the m, steps 1 and 2 had 2 to_turn + from_start + 1,
+    # which is ranks + to_turn.
+    order.repeat(m - ranks - to_turn, "Fa Bb Fb Ba")
+    # Step 5, cooldown: all forwards of chunk 1 that are left.
+    order.repeat(to_turn, "Bb Fb Ba")
+    # Step 6: 2 (from_start + 1) backwards. The second half of them is split, because other ranks wait for the input
+    # gradients.
+    order.repeat((from_start + 1) // 2, "Bb Ba")
+    order.repeat((from_start + 1) % 2, "Bb Ia")
+    order.repeat((from_start + 1) // 2, "Ib Ia")
+    # Step 7: the input gradients that are left, each behind a W.
+    order.repeat(to_turn, "W Ia")
+    # Step 8: the W of the last from_start + 1 input gradients.
+    order.repeat(from_start + 1, "W")
     return order.actions
 
 
@@ -499,14 +523,14 @@ def simulate(plan: Plan, costs: Costs | Sequence[Costs] | None = None,
     """
     if costs is None or isinstance(costs, Costs):
         costs = [costs or Costs()] * plan.stages
-    seconds = [{op: cost.of(op) for op in "FBIW"} for cost in costs]
+    times = [{op: cost.of(op) for op in "FBIW"} for cost in costs]
     spans = [[] for _ in plan.ranks]
     ended = [0.0] * len(plan.ranks)  # when each rank's latest action ended
     received = {}  # ("F" or "B", the stage that needs it, micro-batch) -> when its rank has it
     for r, action, send in turns or in_turns(plan):
         op, stage, k = action
         start = max(ended[r], received.get(("F" if op == "F" else "B", stage, k), 0.0))
-        ended[r] = start + seconds[stage][op]
+        ended[r] = start + times[stage][op]
         spans[r].append(Span(action, start, ended[r]))
         if send:
             received[send.what, send.stage, send.micro_batch] = ended[r] + costs[stage].hop
@@ -535,7 +559,8 @@ def demo() -> None:
           "and the second is in lower case. Dots are the bubble: on the right as a time and in both conventions.\n")
     for name in SCHEDULES:
         plan = make_plan(name, p, m)
-        spans = simulate(plan, Costs(*[p / plan.stages] * 3))
+        time = p / plan.stages  # of a stage, if all stages together take p units of time
+        spans = simulate(plan, Costs(forward=time, input=time, weight=time))
         end, idle = max(row[-1].stop for row in spans), bubble(spans)
         notes = [f"idle {idle:g} of {end:g}", f"{idle / end:.0%} of the step",
                  f"{idle / (end - idle):.0%} of the computation"] + [""] * (p - 3)
