@@ -25,22 +25,23 @@ compute their weight gradients. W then fills the gaps: this is the whole idea of
 
     p      pipeline ranks, of which this one is rank r, counted from 0
     m      micro-batches per step
-    v      model chunks per rank (Megatron: virtual stages). The model is cut into v p stages; a chunk is one of them
+    v      model chunks per rank: how many stages a rank has (Megatron: virtual stages). The model is cut into v p
+           stages. Only dualpipe cuts it into p, because it has every stage on two ranks
     n      micro-batches per group. A rank takes a group through one chunk after the other, then the next group
 
 make_plan makes the orders of all ranks and checks them. with_transfers inserts the sends and receives, simulate says
 when each action runs, and pp.py's Engine runs a plan. This file does not need torch.
 
-What the schedules cost. F, B, I and W are here the times that a rank needs for one micro-batch in all its chunks. The
-bubble is the time for which a rank is idle in a step. Activations are counted in micro-batches: one micro-batch leaves
-one unit of them in all chunks of a rank, 1/p of the layers.
+What the schedules cost. In this table, F, B, I and W are times: what 1/p of the layers needs for one micro-batch. The
+bubble is the time for which a rank is idle in a step. The unit of activations is what one micro-batch leaves in 1/p of
+the layers.
 
     schedule      forwards in the warmup    bubble                      most activations held
     afab          all                       (p-1)(F+B)                  m
     1f1b          p-1-r                     (p-1)(F+B)                  p
     interleaved   2(p-1-r) + (v-1)n         (p-1)(F+B)/v                p + (p-1)/v, if n = p
     zb-h1         p-1-r                     (p-1)(F+I-W)                p
-    zb-h2         2(p-1-r)                  (p-1)(F+I-2W)               2p-1
+    zb-h2         2(p-1-r)                  (p-1)(F+I-2W), see below    2p-1
     zb1p          (p-1-r) + (v-1)n          (p-1)(F+I-W)/v              p, if n = p
     zb-v          see `zb_v`                (p-1)F/2, if F = I = W      p
     dualpipev     see `dual_pipe_steps`     (p-1)F/2, if F = I = W      p + 1/2
@@ -51,12 +52,14 @@ The formulas hold if m >= 2p, n divides m, and W <= min(F, I). Papers divide a b
     share of the step (GPipe)                        bubble / (m(F+B) + bubble) = (p-1)/(m+p-1)
     relative to the computation (Megatron, Llama)    bubble / (m(F+B))          = (p-1)/m
 
-The bubble of zb-h2 lies between a rank's own first F and last W: its ranks start and end one after the other, and the
-next step would fill the gap. All other bubbles are of a whole step, which begins and ends at once on all ranks.
+For zb-h2 the bubble is counted from a rank's own first F to its own last W. Its ranks start and end one after the
+other, and the next step would fill the gap. All other bubbles are of a whole step, which begins and ends at once on all
+ranks. `bubble` and the demo count a whole step for zb-h2, too: they print as much as for zb-h1.
 
 In the repository DualPipe, a forward and the backward after it are one action, which takes the time F&B and sends both
 results at its end. Its bubble is (p/2-1)(F&B + B - 3W). Without overlap, F&B = F + B, this is (p-2)F if F = I = W.
-This file keeps both as separate actions and sends each result at once, which halves the bubble.
+This file keeps both as separate actions and sends each result at once, which halves the bubble. It gives up what the
+joint action is for: the experts' all-to-all of the forward runs under the computation of the backward, and vice versa.
 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
 et al. 2023 (zero bubble: H1, H2) and 2024 (V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
@@ -68,7 +71,8 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """What a rank does for one stage and one micro-batch. F3.1 is the forward of stage 3 for micro-batch 1."""
+    """What a rank does for one stage and one micro-batch. It is printed with both: F3.1 is the forward of stage 3 for
+    micro-batch 1. (The figure has one stage per rank, and only shows micro-batches.)"""
     op: str  # "F", "B", "I" or "W"
     stage: int
     micro_batch: int
@@ -137,15 +141,18 @@ def afab(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
 
 
 def one_chunk_1f1b(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
-    """The p-1-r ranks after this one need a micro-batch each: with fewer in the warmup they would wait in the steady
-    phase. More would be held for nothing."""
+    """1F1B with one stage per rank, after a warmup of p-1-r forwards.
+
+    The p-1-r ranks after this one need a micro-batch each. With fewer in the warmup they would wait in the steady
+    phase. More would be held for nothing.
+    """
     return one_f_one_b(r, p, m, v, n, warmup=p - 1 - r)
 
 
 def interleaved(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     """1F1B with several chunks per rank, which fill and drain the pipeline in steps of 1/v of the time.
 
-    The warmup has the first group's n micro-batches in all chunks but the last, (v-1)n forwards. Then micro-batch 0
+    The warmup has the first group's n micro-batches in all chunks except the last, (v-1)n forwards. Then micro-batch 0
     enters the last chunk: its forward passes the p-1-r ranks after this one, and its gradient comes back through them.
     Meanwhile this rank runs 2(p-1-r) more forwards.
     """
@@ -172,7 +179,8 @@ def zb_h2(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
 
 
 def zb1p(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
-    """zb-h1 with several chunks per rank, which the first group first passes as in `interleaved`."""
+    """zb-h1 with several chunks per rank. The warmup takes the first group through all chunks except the last, as
+    in `interleaved`."""
     return split_backwards(one_f_one_b(r, p, m, v, n, warmup=(v - 1) * n + p - 1 - r), lag=r)
 
 
@@ -224,19 +232,22 @@ class TwoChunkOrder:
 def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     """The stages of a rank are r and 2p-1-r, a V: the last stage is on rank 0, and its backward starts early.
 
-    Rank r is p-r forwards away from rank p-1 and back, and r away from rank 0. This gives the counts of each step.
+    The counts are times, with F = I = W = 1. The V turns on rank p-1, which has the stages p-1 and p.
     """
     order = TwoChunkOrder((r, 2 * p - 1 - r), m)
     full = max(2 * p - 1, m)  # fewer do not fill the pipeline: micro-batches beyond m are left out
-    # Warmup, until micro-batch 0 is back from rank p-1, in this rank's second stage.
+    # Warmup, until micro-batch 0 is in this rank's second stage. From stage r to stage 2p-1-r are 2(p-r)-1 forwards.
     order.repeat(2 * (p - r) - 1, "Fa")
-    # Until the gradient of micro-batch 0 is back from rank 0, where the last stage is.
+    # Until the gradient of micro-batch 0 is back from the last stage, on rank 0. Its forward passes r stages to there,
+    # and its gradient r stages from there: 2r.
     order.repeat(r, "Fb Fa")
-    # Until this gradient is back from rank p-1, in this rank's first stage.
+    # Until this gradient is back from rank p-1, for this rank's first stage. From here to the turn it takes p-r units,
+    # one per rank. On the way back it takes two per rank, because a forward is run in between: 3(p-r).
     order.repeat(p - r, "Fb Ib W")
-    # Steady: all first forwards that are left.
+    # Steady: all forwards of chunk 0 that are left.
     order.repeat(full - (2 * (p - r) - 1) - r, "Fa Ia W Fb Ib W")
-    # Cooldown: the second forwards that are left, then the input gradients, then the weight gradients.
+    # Cooldown: the forwards of chunk 1 that are left, then the input gradients, for which other ranks wait, then the
+    # weight gradients.
     order.repeat(p - 1 - r, "Ia W Fb Ib W")
     order.repeat(r, "Ia Ib")
     order.repeat(p - r, "Ia Wa")
@@ -246,14 +257,17 @@ def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
 
 
 def dual_pipe_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
-    """The left half of DualPipe's figure for 2p ranks, on p ranks: the stages of a rank are r and 2p-1-r."""
+    """DualPipeV: what the first p ranks of DualPipe on 2p ranks do. The stages of rank r are r and 2p-1-r.
+
+    Where rank p-1 of DualPipe would exchange with rank p, it now goes on with its own other stage: the V turns there.
+    """
     return dual_pipe_steps((r, 2 * p - 1 - r), r, p, m)
 
 
 def dual_pipe(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
-    """Half of the micro-batches enter at rank 0, half at rank p-1; each rank has two copies of the weights.
+    """Half of the micro-batches enter at rank 0, half at rank p-1. Every stage is on two ranks.
 
-    The stages of a rank are r, for the first half of the micro-batches, and p-1-r, for the others.
+    Rank r has stage r for the first half of the micro-batches, and stage p-1-r for the others.
     """
     if p % 2 or m % 2:
         raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
@@ -273,9 +287,8 @@ def dual_pipe_steps(stages: tuple[int, int], from_start: int, ranks: int, m: int
     ranks: how many ranks lie between that end and the turn, both included: p in DualPipeV. In DualPipe the middle takes
         the place of the turn, and there are p/2.
 
-    In step 4, the repository runs each forward and the backward after it as one action; here they are separate. This
-    gives up what the repository does within that action: it runs the communication of one under the computation of the
-    other.
+    In step 4, the repository runs each forward and the backward after it as one action; here they are separate (see the
+    top of this file).
     """
     order = TwoChunkOrder(stages, m)
     to_turn = ranks - 1 - from_start
@@ -287,7 +300,7 @@ def dual_pipe_steps(stages: tuple[int, int], from_start: int, ranks: int, m: int
     order.repeat(from_start + 1, "Fa Fb")
     # Step 3, until the gradient of micro-batch 0 of chunk 0 is back from the turn.
     order.repeat(to_turn, "Ib W Fb")
-    # Step 4, steady: all forwards of chunk 0 that are left. Of the m, steps 1 and 2 had 2 to_turn + from_start + 1,
+    # Step 4, steady: all forwards of chunk 0 that are left. Steps 1 and 2 had 2 to_turn + from_start + 1 of them,
     # which is ranks + to_turn.
     order.repeat(m - ranks - to_turn, "Fa Bb Fb Ba")
     # Step 5, cooldown: all forwards of chunk 1 that are left.
@@ -312,16 +325,23 @@ class Schedule(NamedTuple):
     """A schedule and its requirements."""
     order: Callable[[int, int, int, int, int], list[Action]]  # (r, p, m, v, n) -> the order of rank r
     chunks: int = 1  # model chunks per rank
-    grouped: bool = False  # any other number of chunks is allowed, too; micro-batches go through them in groups of n
+    # Whether micro-batches go through the chunks in groups of n. Such an order exists for any number of chunks, and
+    # `chunks` is only its default.
+    grouped: bool = False
     min_micro_batches_per_rank: int = 0
     v_shaped: bool = False  # a rank's second stage counts from the end: the last stage is on the rank of the first
-    runs: bool = True  # whether training offers it; otherwise it is only drawn
+    # Whether training offers it. The others are only drawn: dualpipe needs twice the weights, and nothing here would
+    # sum the gradients of its copies; zb-h2 gains only if a rank begins the next step before others end this one, and
+    # here a step ends with the gradient norm, for which all ranks wait.
+    runs: bool = True
 
     def allows(self, chunks: int) -> bool:
         return self.grouped or chunks == self.chunks
 
     def rank_of(self, stage: int, p: int) -> int:
-        """The rank of a stage, of a schedule that runs. Stages go round the ranks, 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0.
+        """Return the rank that has a stage. Only for schedules that run: others may have a stage on two ranks.
+
+        Stages go round the ranks, 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0.
         """
         turn, r = divmod(stage, p)
         return p - 1 - r if self.v_shaped and turn % 2 else r
@@ -344,7 +364,8 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
     """Make the plan of a schedule for p ranks and m micro-batches.
 
     v: model chunks per rank. 0 means as many as the schedule has by default.
-    n: micro-batches per group. 0 means as few as possible, which holds the fewest activations and takes no longer.
+    n: micro-batches per group. 0 means as few as possible, which holds the fewest activations. Larger groups are faster
+        only if transfers take time: they have more computation to hide it (Llama Team 2024, section 3.3.2).
     Raises ValueError, with what would work, for an unknown schedule or numbers with which it does not work.
     """
     if min(p, m) < 1 or min(v, n) < 0:
@@ -376,7 +397,7 @@ def groups_are_large_enough(n: int, p: int, m: int) -> bool:
     """Whether ranks with several chunks can go through groups of n micro-batches.
 
     A group of at least p micro-batches keeps rank 0 busy until the first of them has passed all ranks and is back for
-    the next chunk. With a smaller group, also if only the last one is smaller, ranks may wait for each other for ever,
+    the next chunk. With a smaller group, also if only the last one is smaller, ranks may wait for each other forever,
     unless all micro-batches are in one group.
     """
     last = m % n
@@ -391,8 +412,11 @@ def smallest_group(p: int, m: int) -> int:
 
 
 def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
-    """Raise ValueError unless every stage computes each of m micro-batches forward and then backward, once, and is on
-    the rank where all other files expect it. v: model chunks per rank. (`in_turns` finds ranks that wait for ever.)"""
+    """Raise ValueError unless a plan is complete and its stages are where all other files expect them.
+
+    Every stage must compute each of m micro-batches forward and then backward, once. v: model chunks per rank.
+    (`in_turns` finds ranks that wait forever.)
+    """
     chosen, p = SCHEDULES[schedule], len(plan.ranks)
     stages = p * v if chosen.runs else plan.stages  # one that is only drawn may have copies of a stage on two ranks
     missing = {(stage, k) for stage in range(stages) for k in range(m)} - plan.owner.keys()
@@ -415,7 +439,10 @@ def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
 
 
 def plan_of(grid, micro_batches: int) -> Plan:
-    """Make the plan of a config.Grid. Raises ValueError as `make_plan` does."""
+    """Make the plan of a core.config.Grid, which this file cannot import, because core/config.py imports this file.
+
+    Without --pp the plan is 1f1b on one rank: gradient accumulation. Raises ValueError as `make_plan` does.
+    """
     return make_plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.virtual_stages)
 
 
@@ -482,7 +509,7 @@ def with_transfers(plan: Plan) -> list[list[Action | Transfer]]:
 
     A transfer joins the lists of both its ranks as soon as its tensor exists. So any two ranks have their transfers in
     the same order. NCCL needs this: it matches transfers by their order, and one may block the next. Raises ValueError
-    if ranks wait for each other for ever.
+    if ranks wait for each other forever.
     """
     lists = [[] for _ in plan.ranks]
     for r, action, send in in_turns(plan):
@@ -496,8 +523,7 @@ def with_transfers(plan: Plan) -> list[list[Action | Transfer]]:
 # ---- time and memory ------------------------------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """The times of a stage for one micro-batch, in any unit. With v chunks per rank, a stage takes 1/v of the rank's
-    time."""
+    """The times of one stage for one micro-batch, in any unit."""
     forward: float = 1.0
     input: float = 1.0  # I, the half of a backward that computes the gradient of the input
     weight: float = 1.0  # W, the half that computes the gradients of the weights
