@@ -368,8 +368,10 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
         only if transfers take time: they have more computation to hide it (Llama Team 2024, section 3.3.2).
     Raises ValueError, with what would work, for an unknown schedule or numbers with which it does not work.
     """
-    if min(p, m) < 1 or min(v, n) < 0:
-        raise ValueError(f"{p} ranks, {m} micro-batches, {v} model chunks per rank, groups of {n}: must be above 0")
+    if min(p, m) < 1:
+        raise ValueError(f"{p} ranks, {m} micro-batches: must be above 0")
+    if min(v, n) < 0:
+        raise ValueError(f"{v} model chunks per rank, groups of {n}: must be 0, for the default, or more")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule}: unknown, use one of {', '.join(SCHEDULES)}")
     chosen = SCHEDULES[schedule]
@@ -381,7 +383,7 @@ def make_plan(schedule: str, p: int, m: int, v: int = 0, n: int = 0) -> Plan:
         n = smallest_group(p, m)
     n = min(n, m)  # a batch ramp may begin with fewer micro-batches than a group has
     if v > 1 and chosen.grouped and not groups_are_large_enough(n, p, m):
-        raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other for ever: groups "
+        raise ValueError(f"groups of {n} of {m} micro-batches on {p} ranks would wait for each other forever: groups "
                          f"must hold at least {p}, the last one, too, or all {m}")
     needed = chosen.min_micro_batches_per_rank * p
     if m < needed:
@@ -580,9 +582,10 @@ def activations_held(actions: list[Action]) -> list[int]:
 def demo() -> None:
     """All schedules to one scale. python -m run.timeline draws them for other numbers, in color or as SVG."""
     p, m = 4, 8
-    print(f"{p} ranks, {m} micro-batches. F, I and W of a whole rank take one unit of time, two characters wide;\n"
-          "B = I + W takes two. The digit is the micro-batch. If a rank has two chunks, each takes half as long,\n"
-          "and the second is in lower case. Dots are the bubble: on the right as a time and in both conventions.\n")
+    print(f"{p} ranks, {m} micro-batches. F, I and W of 1/p of the layers take one unit of time, two characters wide;\n"
+          "B = I + W takes two. The digit is the micro-batch. A rank's second chunk is in lower case. A chunk takes\n"
+          "half as long if the model is cut into 2p stages: in all schedules with two chunks except dualpipe.\n"
+          "Dots are the bubble: on the right as a time and in both conventions.\n")
     for name in SCHEDULES:
         plan = make_plan(name, p, m)
         time = p / plan.stages  # of a stage, if all stages together take p units of time
