@@ -59,7 +59,9 @@ Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 def all_forward_all_backward(forward: Forward, micro_batches: int, shape: tuple[int, ...], dtype: torch.dtype,
                              group: Group) -> None:
     """Run the forwards and backwards of a step, with one stage per rank. shape, dtype: an activation's."""
-    me, last, saved = group.rank, group.size - 1, []
+    me = group.rank
+    last = group.size - 1
+    saved = []  # from forward to backward: x and y of each micro-batch
     for k in range(micro_batches):
         x = None
         if me > 0:
