@@ -5,14 +5,15 @@
     rank 2, stage 2          F0 F1 F2 F3 B0    B1    B2    B3
 
     F2: the forward of micro-batch 2, which receives an activation from the previous stage, and sends one to the next
-    B2: its backward, which receives the activation's gradient from the next stage, and sends one to the previous
+    B2: its backward, which receives the activation's gradient from the next stage, and sends one to the previous;
+        it takes twice as long as F2
 
 A rank computes its own layers only. The batch is split into micro-batches so that all ranks can compute at the same
 time, each on a different micro-batch. The blanks are the bubble: ranks wait while the pipeline fills and drains.
 
 `all_forward_all_backward` is this figure in code. The order of a rank's forwards and backwards decides how long it
 waits and how many activations it holds. schedules.py has better orders. They are data: a Plan has a list of actions for
-each rank. The `Engine` below runs any plan in which all micro-batches enter at stage 0.
+each rank. The `Engine` below runs any plan in which each stage is on one rank.
 
     p    pipeline ranks
     m    micro-batches per step
@@ -24,11 +25,13 @@ Stops helping when: m is not much larger than p, or the layers cannot be split i
 
 What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch. No stage scales gradients.
-- Two ranks must issue their transfers in the same order, or both wait for ever. schedules.with_transfers puts a send
+- Two ranks must issue their transfers in the same order, or both wait forever. schedules.with_transfers puts a send
   and its receive into both lists at once.
-- A receive blocks all later work of its process group until its sender comes. So each directed pair of ranks that
-  exchanges has a group of its own (core/collectives.py: Group.links). With one group for all, an interleaved step of 8
-  ranks, two model chunks per rank and 16 micro-batches takes 44% longer (tests/test_pp.py replays it).
+- With NCCL, a process group whose communicator is made at init (`device_id=`, as here) runs its sends and receives one
+  after the other, whoever the peers are. A receive then blocks all later transfers of the group until the sender
+  arrives. So each directed pair of ranks that exchanges has a group of its own (core/collectives.py: Group.links). With
+  one group for all, an interleaved step of 8 ranks, two model chunks per rank and 16 micro-batches takes 44% longer in
+  a replay of its transfers (tests/test_pp.py).
 - Only the next stage needs a stage's output. Backward needs only the output's edge in autograd's graph, so the engine
   keeps the edge and frees the output.
 - A tied embedding has a gradient in the first stage and one in the last. They are added after each has been summed over
@@ -58,7 +61,7 @@ Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 def all_forward_all_backward(forward: Forward, micro_batches: int, shape: tuple[int, ...], dtype: torch.dtype,
                              group: Group) -> None:
-    """Run the forwards and backwards of a step, with one stage per rank. shape, dtype: an activation's."""
+    """Run the forwards and backwards of a step, with one stage per rank. shape, dtype: of an activation."""
     me = group.rank
     last = group.size - 1
     saved = []  # from forward to backward: x and y of each micro-batch
@@ -89,10 +92,12 @@ def profile_range(name: str | Action) -> AbstractContextManager:
 class ActionRunner:
     """Runs single actions of a rank, which may have several stages, and keeps tensors until the action that uses them.
 
-    This changes the two loop bodies above: a backward may be split into its halves I and W, and a stage's output is
-    freed, except for its edge in the graph. A runner sends nothing. Results lie in `inputs` until the engine sends
-    them, or until this rank's own next stage takes them.
-    around: around(action) is a context in which the action runs once it has its inputs; run/dryrun.py measures there.
+    Compared with the plain version's loop bodies: a backward may be split into its halves I and W, and a stage's output
+    is freed, except for its edge in the graph. A runner sends nothing. A result becomes an entry of `inputs`, under the
+    name of the stage that needs it. If that stage is on another rank, the engine takes the entry and sends it.
+    Otherwise this rank's own next action takes it.
+
+    around: around(action) is a context in which the action runs once it has its inputs. run/dryrun.py measures there.
     """
 
     def __init__(self, last_stage: int, around: Callable[[Action], AbstractContextManager] = profile_range):
@@ -102,8 +107,8 @@ class ActionRunner:
     def begin_step(self) -> None:
         # From forward to backward: (stage, micro-batch) -> (input, the output's edge in the graph).
         self.graphs = {}
-        # ("F" or "B", the stage that needs it, micro-batch) -> a Pending of an activation, or of a gradient, that was
-        # computed here or is being received.
+        # ("F" or "B", the stage that needs it, micro-batch) -> a Pending of an activation, or of a gradient. It was
+        # computed here, for this rank or another one, or it is being received.
         self.inputs = {}
 
     def take(self, what: str, stage: int, k: int) -> torch.Tensor:
@@ -129,7 +134,8 @@ class ActionRunner:
                 backward_weight((stage, k))
             else:
                 saved_x, edge = self.graphs.pop((stage, k))
-                if op == "I":  # computes the gradient of x, and queues the weight gradients
+                # Both fill saved_x.grad. I queues the weight gradients under (stage, k), with the tensors that W needs.
+                if op == "I":
                     backward_input((stage, k), edge, grad)
                 else:
                     torch.autograd.backward(edge, grad)
@@ -143,7 +149,8 @@ class Engine(ActionRunner):
     """Runs one rank's part of any plan. A plan of one stage, without a group, is gradient accumulation.
 
     This changes the plain version's order, from two loops to the plan's list, and its transfers, which are now
-    asynchronous. A rank issues a receive where the plan has it, and waits only before the action that needs the tensor.
+    asynchronous. A rank issues a receive where `with_transfers` has put it into its list, and waits only before the
+    action that needs the tensor.
     """
 
     def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
@@ -155,9 +162,10 @@ class Engine(ActionRunner):
         self.connect(lists)
 
     def connect(self, lists: list[list[Action | Transfer]]) -> None:
-        """Send a word between every two ranks that will exchange, in one order on all ranks.
+        """Connect every pair of ranks that will exchange, by sending one number, in the same order on all ranks.
 
-        NCCL otherwise builds a pair's communicator at its first transfer, where both ranks must meet: in a schedule's
+        Otherwise a pair is connected by its first transfer, where both ranks must meet: NCCL sets up the connection
+        then, and so does PyTorch's ProcessGroupNCCL with the communicator, if the group has none yet. In a schedule's
         order, ranks could wait in a circle.
         """
         pairs = set()
@@ -175,7 +183,7 @@ class Engine(ActionRunner):
     def run(self, forward: Forward, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Run the forwards and backwards of a step.
 
-        The engine keeps no result of `forward`, not even the loss. shape, dtype: an activation's.
+        The engine keeps no result of `forward`, not even the loss. shape, dtype: of an activation.
         """
         self.begin_step()
         sending = []
@@ -225,7 +233,7 @@ class Pipeline:
 # ---- demo: python pp.py ---------------------------------------------------------------------------------------------
 
 def demo() -> None:
-    """Two ranks with two stages each, in one process: their actions run one by one, in an order that the plan allows.
+    """Run two ranks with two stages each in one process: their actions one by one, in an order that the plan allows.
 
     python schedules.py draws such plans over time.
     """
