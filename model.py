@@ -229,10 +229,10 @@ class Execution(NamedTuple):
 class Stages(NamedTuple):
     """The pipeline stages of a rank.
 
-    layers: each stage of this rank -> its layers. owners: the rank of every stage of the pipeline.
+    layers_of_stage: each stage of this rank -> its layers. owners: the rank of every stage of the pipeline.
     in_flight: the most forwards (of one stage and one micro-batch) whose backwards this rank has not run yet.
     """
-    layers: dict[int, range]
+    layers_of_stage: dict[int, range]
     owners: Sequence[int] = (0,)
     in_flight: int = 1
 
@@ -251,7 +251,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.groups, self.execution, self.mtp_weight = config, groups, execution, mtp_weight
         stages = stages or Stages({0: range(config.blocks)})
-        self.stages, self.owners, self.last_stage = stages.layers, stages.owners, len(stages.owners) - 1
+        self.layers_of_stage, self.owners = stages.layers_of_stage, stages.owners
+        self.last_stage = len(stages.owners) - 1
         tp = groups.get("tp", ALONE)
         self.tp = TensorParallel(tp, execution.sequence, execution.async_tp) if tp.size > 1 else TensorParallel(tp)
         self.recompute = make_recompute(execution, stages, self.tp)
@@ -260,18 +261,18 @@ class Llama(nn.Module):
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
         norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
         common = dict(config=config, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
-        has_first_stage, has_last_stage = 0 in self.stages, self.last_stage in self.stages
+        has_first_stage, has_last_stage = 0 in self.layers_of_stage, self.last_stage in self.layers_of_stage
         predicts_ahead = has_last_stage and config.mtp
 
         self.embedding = None
         if has_first_stage or predicts_ahead:
             self.embedding = VocabParallelEmbedding(make, table_spec(config, "embedding"))
         self.blocks = nn.ModuleDict()  # by number of the layer
-        for layers in self.stages.values():
+        for layers in self.layers_of_stage.values():
             for layer in layers:
                 if layer < config.layers:
                     self.blocks[str(layer)] = Block(layer, **common)
-        if predicts_ahead:  # its number is config.layers, the last one in self.stages
+        if predicts_ahead:  # its number is config.layers, the last one in self.layers_of_stage
             self.blocks[str(config.layers)] = MultiTokenPrediction(self.embedding, config.layers, **common)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         self.head = None
@@ -283,7 +284,7 @@ class Llama(nn.Module):
         """Return each stage's modules in forward order. Each is an FSDP unit: ZeRO-3 gathers and frees its weights, and
         reduces its gradients, together."""
         units = {}
-        for stage, layers in self.stages.items():
+        for stage, layers in self.layers_of_stage.items():
             modules = [self.blocks[str(layer)] for layer in layers]
             if stage == 0:
                 modules.insert(0, self.embedding)
@@ -321,7 +322,7 @@ class Llama(nn.Module):
         self.recompute.start_forward()
         if stage == 0:
             x = self.embedding(tokens.flatten(), context.tp)
-        for layer in self.stages[stage]:
+        for layer in self.layers_of_stage[stage]:
             x = self.blocks[str(layer)](x, context)
         if stage < self.last_stage:
             return x
@@ -344,12 +345,12 @@ class Llama(nn.Module):
         execution, config = self.execution, self.config
         tp, groups, earlier = self.tp, self.groups, 0  # earlier: the number of tokens in the cache
         if cache is not None:  # generating: too few tokens for sequence or context parallelism
-            tp, groups, earlier = TensorParallel(tp.group), {}, cache.length(self.stages[stage][0])
+            tp, groups, earlier = TensorParallel(tp.group), {}, cache.length(self.layers_of_stage[stage][0])
             positions = torch.arange(earlier, earlier + tokens.shape[1], device=tokens.device)
         cp = groups.get("cp", ALONE)
         style = "latents" if config.kv_lora_rank else execution.cp_style  # LatentAttention gathers its latents itself
         attention = attention_by_window(
-            map(config.window_of, self.stages[stage]), tokens, documents, kernel=execution.attention,
+            map(config.window_of, self.layers_of_stage[stage]), tokens, documents, kernel=execution.attention,
             head_dim=config.head_dim, dtype=execution.dtype, groups=groups, style=style, earlier=earlier,
             recompute=execution.recompute == "selective")
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
@@ -369,7 +370,7 @@ class Llama(nn.Module):
 
 def make_recompute(execution: Execution, stages: Stages, tp: TensorParallel) -> Recompute:
     """Build the context's `recompute`, with room for the block inputs that it saves at once."""
-    slots = stages.in_flight * max(map(len, stages.layers.values()))
+    slots = stages.in_flight * max(map(len, stages.layers_of_stage.values()))
     same_inputs = ALONE if tp.sequence else tp.group  # ranks with equal block inputs: each saves 1/t of every input
     return Recompute(execution.recompute, slots, same_inputs, execution.rows)
 

@@ -68,7 +68,7 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
 def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
     """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
     group, owners, x = model.groups.get("pp", ALONE), model.owners, None
-    for stage in model.stages:
+    for stage in model.layers_of_stage:
         if stage and owners[stage - 1] != group.rank:
             x = torch.empty(model.boundary_shape(tokens, sequence=False), dtype=model.execution.dtype,
                             device=tokens.device)
@@ -76,7 +76,7 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
         x = model(tokens, cache=cache, stage=stage, x=x)
         if stage < model.last_stage and owners[stage + 1] != group.rank:
             send(x, owners[stage + 1], group).wait()
-    return x if model.last_stage in model.stages else None
+    return x if model.last_stage in model.layers_of_stage else None
 
 
 def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,

@@ -78,7 +78,7 @@ def test_memory_is_that_of_the_buckets_and_stages_that_train_py_builds(flags, ra
         stages, (in_flight, backwards) = (plan.memory.stages_of_rank(settings, rank),
                                           plan.memory.plan_in_memory(settings, rank))
         actions = train.build_pipeline(settings, groups, "cpu").plan_of(64 // grid.dp).ranks[rank]
-        assert stages == model.stages and in_flight == train.own_stages(settings, groups["pp"]).in_flight
+        assert stages == model.layers_of_stage and in_flight == train.own_stages(settings, groups["pp"]).in_flight
         assert set(backwards) == set(plan.memory.backwards_in_memory(actions))
         built, kind = {}, muon.kind_of if settings.optim.optimizer == "muon" else lambda spec: None
         for params in assign_to_buckets(model.units(), 0 if grid.zero == 3 else grid.bucket_mb, groups, kind):
