@@ -102,7 +102,11 @@ class Attention(nn.Module):
         q_rows, kv_rows = config.heads * D, config.kv_heads * D
         # If t > K, the t/K ranks of "kv_copy" share a head but have different queries: its gradient is partial.
         kv_along = {"kv": 0, "kv_copy": "partial"} if t > config.kv_heads else {"tp": 0}
-        projections = ("q", q_rows, {"tp": 0}), ("k", kv_rows, kv_along), ("v", kv_rows, kv_along)
+        projections = (
+            ("q", q_rows, {"tp": 0}),
+            ("k", kv_rows, kv_along),
+            ("v", kv_rows, kv_along),
+        )
         weights = [Spec(f"{name}w{x}", (rows, H), along, std=INIT_STD) for x, rows, along in projections]
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
         self.qkv = ColumnParallelLinear(make, *weights, biases=biases if config.qkv_bias else [])
@@ -120,8 +124,8 @@ class Attention(nn.Module):
             q, k, v = rotate_and_split(qkv, context.angles, self.head_counts)  # v is not rotated
         else:
             q, k, v = qkv.split(self.head_counts, dim=2)
-            q, = rotate_and_split(self.q_norm(q), context.angles, self.head_counts[:1])
-            k, = rotate_and_split(self.k_norm(k), context.angles, self.head_counts[1:2])
+            (q,) = rotate_and_split(self.q_norm(q), context.angles, self.head_counts[:1])
+            (k,) = rotate_and_split(self.k_norm(k), context.angles, self.head_counts[1:2])
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v, self.window)
         q, k, v = (rearrange(heads, "b s n d -> b n s d") for heads in (q, k, v))
@@ -315,7 +319,9 @@ class Llama(nn.Module):
         aux_loss_scale: the factor of a sequence's auxiliary losses, or None to leave them out (ep.AddAuxiliaryLoss).
         loss_grad: the gradient that each sum will have in backward (default 1). The fused loss needs it in forward.
         """
-        assert cache is None or documents is positions is None, "a KV cache counts positions, and knows of no documents"
+        if cache is not None:
+            assert positions is None, "with a KV cache, positions follow from the number of tokens in it"
+            assert documents is None, "a KV cache knows of no documents"
         assert (next_tokens is None) == (next_labels is None)
         assert next_labels is None or (labels is not None and self.config.mtp)
         context = self.make_context(stage, tokens, positions, documents, cache, aux_loss_scale, next_tokens)
@@ -371,8 +377,9 @@ class Llama(nn.Module):
 def make_recompute(execution: Execution, stages: Stages, tp: TensorParallel) -> Recompute:
     """Build the context's `recompute`, with room for the block inputs that it saves at once."""
     slots = stages.in_flight * max(map(len, stages.layers_of_stage.values()))
-    same_inputs = ALONE if tp.sequence else tp.group  # ranks with equal block inputs: each saves 1/t of every input
-    return Recompute(execution.recompute, slots, same_inputs, execution.rows)
+    # Ranks with equal block inputs save 1/t of every input each.
+    group_with_same_inputs = ALONE if tp.sequence else tp.group
+    return Recompute(execution.recompute, slots, group_with_same_inputs, execution.rows)
 
 
 # ---- layers of some models ------------------------------------------------------------------------------------------

@@ -262,13 +262,13 @@ def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequence
     """
     if not model.config.experts:
         return {}
-    load = torch.zeros((), dtype=torch.float64, device=updated.device)
+    imbalance = torch.zeros((), dtype=torch.float64, device=updated.device)
     loss = torch.zeros((), dtype=torch.float64, device=updated.device)
     if model.routers:  # the layers of a pipeline rank may all be dense
-        load, loss = update_biases(model.routers, (groups["data"], groups["tp"]), updated)
-    all_reduce(load, groups["pp"], MAX)
+        imbalance, loss = update_biases(model.routers, (groups["data"], groups["tp"]), updated)
+    all_reduce(imbalance, groups["pp"], MAX)
     all_reduce(loss, groups["pp"])
-    return dict(aux_loss=loss / sequences, load_max_over_mean=load)
+    return dict(aux_loss=loss / sequences, load_max_over_mean=imbalance)
 
 
 def learning_rate(step: int, optim: config.Optim) -> float:
