@@ -1,14 +1,24 @@
-"""A Llama, dense or with experts, written almost as for one GPU.
+"""A Llama-style model, dense or with experts, written almost as for one GPU.
 
     tokens ──► embedding ──► block ──► block ── ... ──► norm ──► head ──► logits, or with labels the loss
 
     block:   x ──┬── norm ──► attention ──(+)──┬── norm ──► feed-forward, or experts ──(+)──►
                  └─────────────────────────┘   └────────────────────────────────────────┘
 
+    B    sequences in a micro-batch                         H    hidden size
+    S    tokens of a sequence                               N    query heads
+    s    S/c tokens, on each of c context parallel ranks    K    key and value heads
+    T    B s tokens, which the t ranks of a tensor          D    head width
+         parallel group have in common                      F    channels of a feed-forward or of an expert
+    t    tensor parallel ranks                              E    experts
+    V    vocabulary
+
+[T/t, H] between layers assumes sequence parallelism. Without it, each tensor parallel rank has [T, H] there.
+
 What makes it parallel is inside the layers that it is built from:
 
-    tensor      Between layers a rank has [T/t, H]. A ColumnParallelLinear gathers it and returns all T tokens, for this
-                rank's heads or channels; a RowParallelLinear sums over ranks and returns [T/t, H] again (tp.py).
+    tensor      Between layers a rank has T/t of the tokens, [T/t, H]. A ColumnParallelLinear gathers all T of them and
+                computes this rank's heads or channels. A RowParallelLinear sums over ranks, back to [T/t, H] (tp.py).
     context     The function in `context.attention` lets this rank's queries see all keys (cp.py).
     expert      MixtureOfExperts sends each token to the ranks that have its experts (ep.py).
     pipeline    Llama builds this rank's stages only, and `forward` runs one of them. Its caller connects them (pp.py).
@@ -22,15 +32,6 @@ Recomputation shows in two places (recompute.py). With --recompute full, `contex
 runs the block again in backward. With --recompute selective, `context.recompute.drop(h, y, f, x)` frees h = f(x) once y
 has been computed from it, and computes it again when the backward of y begins. Without --recompute both do nothing.
 
-    B    sequences in a micro-batch                         H    hidden size
-    S    tokens of a sequence                               N    query heads
-    s    S/c tokens, on each of c context parallel ranks    K    key and value heads
-    T    B s tokens on this rank                            D    head width
-    t    tensor parallel ranks                              F    channels of a feed-forward
-    V    vocabulary                                         E    experts
-
-[T/t, H] between layers is with sequence parallelism. Without it, each tensor parallel rank has [T, H].
-
 Touvron et al. 2023 (Llama); Ainslie et al. 2023 (grouped queries).
 """
 import math
@@ -43,7 +44,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from core.collectives import ALONE, AllReduce__Identity, Groups, Identity__AllReduce
+from core.collectives import ALONE, AllReduce__Identity, Groups, Identity__AllReduce  # X__Y: X forward, Y backward
 from core.config import Model
 from core.param import Spec, parameter, shard_slice
 from cp import attention_by_window, gather_tokens, own_positions
@@ -75,14 +76,18 @@ def table_spec(config: Model, name: str) -> Spec:
 
     The first and the last pipeline stage both have the table if the two are tied, or if multi-token prediction reads
     the embedding. Its gradient is then the sum of theirs, over the axis "tie".
+
+    matrices=0 says that the parameter has no matrix for Muon. AdamW updates it, as usual for tables (muon.py).
     """
     tie = {"tie": "partial"} if config.tied or (config.mtp and name == "embedding") else {}
-    return Spec(name, (config.vocab, config.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)  # for AdamW, not Muon
+    return Spec(name, (config.vocab, config.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)
 
 
 def output_std(config: Model) -> float:
-    """The initial std of matrices that write to the residual stream: smaller by the root of its 2 additions per layer,
-    as in GPT-2."""
+    """Return the initial std of matrices that write to the residual stream.
+
+    It is INIT_STD divided by the square root of the number of additions to the stream, 2 per layer, as in GPT-2.
+    """
     return INIT_STD / (2 * config.layers) ** 0.5
 
 
@@ -100,7 +105,8 @@ class Attention(nn.Module):
         self.head_counts = [config.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
 
         q_rows, kv_rows = config.heads * D, config.kv_heads * D
-        # If t > K, the t/K ranks of "kv_copy" share a head but have different queries: its gradient is partial.
+        # If t > K, tp splits into kv x kv_copy. The K ranks along "kv" have one head each. The t/K ranks along
+        # "kv_copy" have the same head and different queries, so each has one term of the head's gradient.
         kv_along = {"kv": 0, "kv_copy": "partial"} if t > config.kv_heads else {"tp": 0}
         projections = (
             ("q", q_rows, {"tp": 0}),
@@ -113,7 +119,8 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(config)))
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            along = {"tp": "partial"}  # each rank's heads, or with kv_copy its queries, give one term of the gradient
+            # Whole on each rank. Each rank's heads give one term of the gradient (with kv_copy, its queries do).
+            along = {"tp": "partial"}
             self.q_norm = RMSNorm(make, name + "q_norm", D, config.norm_eps, along)
             self.k_norm = RMSNorm(make, name + "k_norm", D, config.norm_eps, along)
 
@@ -149,6 +156,7 @@ class FeedForward(nn.Module):
         gate_up = self.gate_up(x, context.tp)
         hidden = swiglu(gate_up)
         # When the block is recomputed, nobody reads y: it is only added to x, and an addition's backward reads nothing.
+        # So the last matmul and its sum over ranks are skipped.
         y = self.down(hidden, context.tp, skip=is_recomputing())
         context.recompute.drop(hidden, y, swiglu, gate_up)
         return y
@@ -157,7 +165,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)).
 
-    t: tensor parallel ranks. norm_along: how norms' weights, which are whole on each rank, get their gradients.
+    t: tensor parallel ranks.
+    norm_along: how norms' weights, which are whole on each rank, get their gradients: the `along` of a Spec.
     """
 
     def __init__(self, layer: int, config: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
@@ -200,10 +209,11 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Sequence[Tensor | None],
                 loss_grad: Sequence[Tensor | None]) -> Tensor:
-        """Return logits [T, V/t] if labels is [None]; otherwise the sum of the losses, of each prediction.
+        """Return logits [T, V/t] if labels is [None]; otherwise the sum of the tokens' losses, a scalar.
 
-        labels: [T] for the next token and, with multi-token prediction, [T] for the one after it. Then x is
-        [2 T/t, H]: the lower half comes from MultiTokenPrediction, which has its own last norm.
+        labels: [T] for the next token and, with multi-token prediction, [T] for the one after it. Then the result is
+        [2], a sum for each prediction, and x is [2 T/t, H]: the lower half comes from MultiTokenPrediction, which has
+        its own last norm.
         """
         ahead = None
         if len(labels) == 2:
@@ -224,7 +234,8 @@ class Execution(NamedTuple):
     device: torch.device | str = "cpu"
     attention: str = "auto"  # or "sdpa", "triton", "math"
     recompute: str = "none"  # or "selective", "full"
-    rows: Callable | None = None  # where "full" saves: run/offload.py's HostRows, or None for the device
+    # Where --recompute full saves block inputs: in run/offload.py's HostRows, or with None on the device.
+    rows: Callable | None = None
     cp_style: str = "allgather"  # one of config.CP_STYLES
     sequence: bool = True  # sequence parallelism
     async_tp: bool = False  # asynchronous tensor parallelism
@@ -233,8 +244,9 @@ class Execution(NamedTuple):
 class Stages(NamedTuple):
     """The pipeline stages of a rank.
 
-    layers_of_stage: each stage of this rank -> its layers. owners: the rank of every stage of the pipeline.
-    in_flight: the most forwards (of one stage and one micro-batch) whose backwards this rank has not run yet.
+    layers_of_stage: each stage of this rank -> its layers.
+    owners: the rank of every stage of the pipeline.
+    in_flight: the most pairs of a stage and a micro-batch whose activations this rank holds at once.
     """
     layers_of_stage: dict[int, range]
     owners: Sequence[int] = (0,)
@@ -244,7 +256,9 @@ class Stages(NamedTuple):
 class Llama(nn.Module):
     """The layers of a Llama that this rank has. Parameters get memory and values from an Optimizer.
 
-    groups: the grid, axis -> Group; {} for one rank. stages: None for all layers, in one stage.
+    groups: the grid, axis -> Group; {} for one rank.
+    stages: None for all blocks, in one stage. config.blocks counts config.layers layers and, with multi-token
+        prediction, the block that it adds.
     z_loss, balance: auxiliary losses, see tp.cross_entropy and ep.py.
     mtp_weight: the factor of multi-token prediction's loss, which train.forward_backward applies.
     """
@@ -276,7 +290,7 @@ class Llama(nn.Module):
             for layer in layers:
                 if layer < config.layers:
                     self.blocks[str(layer)] = Block(layer, **common)
-        if predicts_ahead:  # its number is config.layers, the last one in self.layers_of_stage
+        if predicts_ahead:  # its number is config.layers, the last one of the last stage
             self.blocks[str(config.layers)] = MultiTokenPrediction(self.embedding, config.layers, **common)
         self.routers = [block.ffn.router for block in self.blocks.values() if isinstance(block.ffn, MixtureOfExperts)]
         self.head = None
@@ -304,11 +318,12 @@ class Llama(nn.Module):
                 loss_grad: Sequence[Tensor | None] = (None, None)) -> Tensor:
         """Return logits [B, s, V/t] of tokens [B, s], for this rank's part of the vocabulary.
 
-        With labels, return the sum of the tokens' losses in nats, equal on all tensor parallel ranks; with next_labels,
-        [2], the sums of both predictions. A stage before the last returns an activation [T/t, H] for the next one.
+        With labels, return the sum of the tokens' losses in nats, a scalar that is equal on all tensor parallel ranks.
+        With next_labels, return the sums of both predictions, [2]. A stage before the last returns an activation
+        [T/t, H] for the next one.
 
         tokens: below 0 for padding. With context parallelism, tokens and positions are this rank's (shard_sequences).
-        positions: [B, s], in documents; by default in the sequence.
+        positions: [B, s], each token's position in its document; default: in the sequence.
         documents: [B, S], in the host's memory, of whole sequences: the number of each token's document. Tokens see
             only their own document.
         labels: [B, s]; param.IGNORED for tokens without a loss.
@@ -392,7 +407,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, layer: int, config: Model, make: MakeParameter, groups: Groups, balance: Balance):
         super().__init__()
-        # "edp" is the axis over which experts' gradients are summed. matrices: how many a parameter has, for muon.py.
+        # "edp" is the axis over which experts' gradients are summed. matrices: how many matrices are stacked in a
+        # parameter, because Muon orthogonalises each of them. An expert has one in w_down and two in w_gate_up.
         E, H, F, name = config.experts, config.hidden, config.expert_ffn, f"layers.{layer}."
         self.ep_group = groups.get("ep", ALONE)
         self.w_router = make(Spec(name + "router", (E, H), {"tp": "partial"}, std=INIT_STD))  # ranks' tokens differ
@@ -408,8 +424,10 @@ class MixtureOfExperts(nn.Module):
         route, gates = self.router(tokens, context.routing, self.ep_group)
         dispatched = route.dispatch(tokens, gates)
         shared = self.shared(x, context) if self.shared else None  # hides the dispatch
+        # wait returns rows [R, H], the tokens of this rank's experts, and their gates [R]. They have no names here,
+        # because a name would keep them in memory during `combine`.
         y = route.combine(self.experts(*dispatched.wait(), route, context.recompute))
-        y = merge_tokens(y, len(x), context.tp, skip=is_recomputing())  # see FeedForward
+        y = merge_tokens(y, len(x), context.tp, skip=is_recomputing())  # recomputed, nobody reads y: see FeedForward
         return y if shared is None else y + shared
 
 
@@ -453,18 +471,20 @@ class MultiTokenPrediction(Block):
         self.e_norm = RMSNorm(make, name + "enorm", H, config.norm_eps, norm_along)
         self.h_norm = RMSNorm(make, name + "hnorm", H, config.norm_eps, norm_along)
         self.norm = RMSNorm(make, name + "shared_head.norm", H, config.norm_eps, norm_along)
-        # Whole on every rank, and applied to the tokens that it has between layers: no tensor parallelism.
+        # A ColumnParallelLinear that is called with a group of one is a plain linear layer, which FP8 finds among the
+        # others. This one is whole on every rank, for the tokens that the rank has between layers. Its gradient is
+        # summed like a norm's.
         self.project = ColumnParallelLinear(make, Spec(name + "eh_proj", (H, 2 * H), norm_along, std=INIT_STD))
 
     def forward(self, h: Tensor, context: ForwardContext) -> Tensor:
-        """[T/t, H] -> [2 T/t, H]: h, and below it the normalised activation that predicts the token after the next.
+        """Return h and, below it, the normalised activation that predicts the token after the next: [2 T/t, H].
 
         Both are in one tensor, because ZeRO's hooks follow one result per unit.
         """
         if context.next_tokens is None:
             return h
-        # The table belongs to this unit, too, so its weights are there. A call of the module would run ZeRO's hooks of
-        # another unit, the embedding, which take it for the beginning of a forward.
+        # The table belongs to this unit, too, so its weights are there. Calling self.embedding(...) would trigger the
+        # ZeRO hooks of another unit, the embedding, which would take this for the beginning of a forward.
         e = self.embedding.look_up(context.next_tokens.flatten(), context.tp)
         x = self.project(torch.cat((self.e_norm(e), self.h_norm(h)), 1), TensorParallel())
         return torch.cat((h, self.norm(super().forward(x, context))))
