@@ -8,7 +8,7 @@
         dp 0        0       1         2       3    ───►        8       9        10      11
         dp 1        4       5         6       7    ───►       12      13        14      15
 
-    dimension    ranks along it have different            enters this file in
+    dimension    ranks along it have different            enters this file in                     implemented in
     data         sequences of a batch                     local_micro_batches, build_optimizer    dp.py, zero.py
     context      tokens of each sequence                  local_micro_batches, build_model        cp.py
     tensor       parts of each weight matrix              build_model                             tp.py
@@ -16,7 +16,8 @@
     expert       experts of each layer, as --ep says      build_model, update_balance             ep.py
 
 Expert parallelism adds no ranks. With --ep 4 the ranks 0 to 3, which have the same layers, have a quarter of the
-experts each, and so do the ranks 4 to 7. Tensor parallel ranks have consecutive numbers, so they are in one node.
+experts each, and so do the ranks 4 to 7. Tensor parallel ranks have consecutive numbers. A tensor parallel group is
+therefore on one node, if --tp divides the number of ranks on a node.
 
     python train.py                                   one process
     torchrun --nproc_per_node=8 train.py              8 ranks: NCCL if there is a GPU for each, else CPUs with gloo
@@ -25,8 +26,8 @@ experts each, and so do the ranks 4 to 7. Tensor parallel ranks have consecutive
     python train.py --help                            every setting
 
 `train` is the whole run: the groups of the grid, a model in which each technique has its place, a pipeline, an
-optimizer, and a loop. `run`, of run/job.py, has everything that a long run needs besides: signals, checkpoints,
-evaluation, metrics, a watchdog.
+optimizer, and a loop. Its argument `run`, a Run object of run/job.py, has everything that a long run needs besides:
+signals, checkpoints, evaluation, metrics, a watchdog.
 
 The files of the techniques communicate gradients, activations and weights. This file communicates only scalars: token
 counts, losses, metrics.
@@ -73,8 +74,9 @@ def train(run: job.Run) -> None:
     groups: axis of the grid -> this rank's Group, the ranks that differ from it along this axis only. A group of one
     rank communicates nothing. core/groups.py defines all axes. Besides pp, cp, tp and ep, this file uses:
 
-        data    the ranks that have different tokens, dp x cp. Losses, and gradients, are summed over them.
-        dp      the ranks that ZeRO shards over: the same ranks, or with --dp-replicate those of one replica.
+        data    the ranks that have different tokens, --dp x --cp. Losses, and gradients, are summed over them.
+        dp      not --dp: the ranks that ZeRO shards over. They are the ranks of "data", or with --dp-replicate the
+                ranks of one replica.
     """
     settings = run.settings
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
@@ -91,12 +93,15 @@ def train(run: job.Run) -> None:
             losses = forward_backward(model, pipeline, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            to_sum = run.to_sum()  # the run's own numbers, such as requests to stop: summed over ranks with the norm
+            # The run's own numbers, such as requests to stop. `step` sums them over all ranks, in place, in the same
+            # all-reduce as the norm.
+            to_sum = run.to_sum()
             norm = optimizer.step(lr, to_sum=to_sum)
         results = {"loss": losses[0]}
         if settings.model.mtp:
             results["mtp_loss"] = losses[1]
         results |= {"norm": norm, "to_sum": to_sum}
+        # step.samples are the samples of the global batch, because update_balance averages over all ranks.
         results |= update_balance(model, groups, norm.isfinite(), sequences=len(step.samples))
         run.end_step(lr, results)
 
@@ -115,6 +120,7 @@ def build_model(settings: config.Config, groups: Groups, device: torch.device | 
         dtype=DTYPES[precision.dtype], device=device, attention=precision.attention,
         sequence=grid.sequence_parallel, async_tp=grid.sp == "async",  # tensor parallelism, tp.py
         cp_style=grid.cp_style,  # context parallelism, cp.py
+        # rows: where --recompute full saves block inputs, in the host's memory or with None on the device.
         recompute=precision.recompute, rows=HostRows if precision.offloads("activations") else None)  # recompute.py
     balance = Balance(optim.aux_loss, optim.aux_over, optim.router_z_loss, optim.router_bias_rate)  # experts, ep.py
     # `groups` has the sizes of tp, cp and ep, from which each layer takes this rank's shard of its weights.
@@ -141,7 +147,8 @@ def own_stages(settings: config.Config, group: Group) -> Stages:
     grid, batch = settings.grid, settings.batch
     max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
     largest_plan = plan_of(grid, max_micro_batches)
-    owners = [largest_plan.owner[stage, 0] for stage in range(largest_plan.stages)]  # equal for all micro-batches
+    # In every schedule that runs, a stage has the same rank for all micro-batches: look at micro-batch 0.
+    owners = [largest_plan.owner[stage, 0] for stage in range(largest_plan.stages)]
     own_layers = {stage: layers for stage, layers in enumerate(stages_of(settings)) if owners[stage] == group.rank}
     return Stages(own_layers, owners, in_flight=max(activations_held(largest_plan.ranks[group.rank])))
 
@@ -152,7 +159,8 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
     Ranks that have shards of one tensor agree on its tensorwise scale. Activations are sharded over cp and tp, experts'
     inputs also over ep. Weights are sharded over tp, the experts of a layer over ep.
     """
-    cached = settings.grid.zero < 3  # keeps FP8 weights for all micro-batches; under ZeRO-3 that would undo sharding
+    # Reuse the quantized weights across the micro-batches of a step. Under ZeRO-3 that would undo the sharding.
+    cached = settings.grid.zero < 3
     recipe, dtype = settings.precision.fp8_recipe(), model.execution.dtype
     cp, tp, ep = (groups[axis] for axis in ("cp", "tp", "ep"))
     linear = Fp8(recipe, dtype, amax_groups=(cp, tp), weight_amax_groups=(tp,), cached=cached)
@@ -162,7 +170,7 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
             continue
         for module in block.modules():
             if module is getattr(block.attention, "to_latents", None):
-                continue  # its rows are few, and in DeepSeek-V3 no multiple of a block's 128
+                continue  # it has few rows: in DeepSeek-V3 576, which is not a multiple of the 128 of a block
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.mm = linear
             elif isinstance(module, GroupedExperts):
@@ -175,12 +183,14 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
     It sums the gradients over the data axis while backward runs. All weights are zeros until its `load`.
     """
     grid, optim, precision = settings.grid, settings.optim, settings.precision
+    # acc_dtype: the dtype in which values of a dtype are accumulated, at least fp32.
     moments = torch.bfloat16 if precision.moments_dtype == "bf16" else acc_dtype(model.execution.dtype)
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.grad_clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
                      offload=OffloadedState if precision.offloads("optimizer") else None,
-                     head=model.head,  # ZeRO-3 keeps it whole between its forward and its backward, which follows
+                     # ZeRO-3 keeps the head whole after its forward, because its backward follows immediately.
+                     head=model.head,
                      # The ranks that share Muon's work, and where each is in the grid:
                      peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
 
@@ -196,7 +206,9 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     be incomplete.
     """
     grid, cp = settings.grid, groups["cp"]
-    dp_rank = groups["data"].rank // cp.size  # "data" is dp x cp, and context parallel ranks read the same sequences
+    dp_rank = groups["data"].rank // cp.size  # "data" is --dp x --cp; context parallel ranks read the same sequences
+    # c and i are the number of context parallel ranks, and this one's place. tp is the number of tensor parallel ranks
+    # that split a shard's tokens again, and document_ranks how many ranks --cp-zigzag document deals each document to.
     shard = partial(shard_sequences, c=cp.size, i=cp.rank, tp=grid.sequence_shards, document_ranks=grid.document_ranks)
     local = []
     for batch in samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end):
@@ -217,11 +229,11 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
     tokens that have a loss, auxiliary losses of experts by the sequences. So each gradient is a plain sum over
     micro-batches and ranks.
     """
-    dp = groups["data"].size // groups["cp"].size  # context parallel ranks have the same sequences
+    dp = groups["data"].size // groups["cp"].size  # as --dp: context parallel ranks have the same sequences
     sequences = sum(len(batch.tokens) for batch in micro_batches) * dp
     token_counts = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
     all_reduce(token_counts, groups["data"])
-    token_counts = token_counts.clamp(min=1).to(acc_dtype(model.execution.dtype))  # 1: perhaps no token has a loss
+    token_counts = token_counts.clamp(min=1).to(acc_dtype(model.execution.dtype))  # min=1 avoids 0/0
     # The model returns sums of token losses. The gradient of each sum is 1 / count, in fp16 times the loss scale.
     loss_grad = optimizer.scale_loss(1 / token_counts)
     loss_grad[1:].mul_(model.mtp_weight)
@@ -231,7 +243,9 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
     def forward(stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
         """Stage `stage` of micro-batch k. x: the previous stage's activation. Returns an activation, or the loss."""
         batch = micro_batches[k]
-        # loss_grad: the fused loss computes its gradients in forward already.
+        # The fused loss computes its gradients in forward already. For this it needs loss_grad, the gradient that its
+        # result will get in backward. It does not multiply the result: the product below makes backward supply exactly
+        # this gradient.
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
                   next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=loss_grad,
                   aux_loss_scale=aux_loss_scale)
@@ -243,7 +257,7 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
     # The engine calls `forward` for each micro-batch and each stage of this rank, and runs backward from the loss that
     # the last stage returned. Meanwhile hooks start to reduce each bucket when its last gradient is complete.
     engine = pipeline.engine(len(micro_batches))
-    optimizer.begin_step(len(micro_batches))  # zeroes gradients; each stage will have so many backward passes
+    optimizer.begin_step(len(micro_batches))  # zeroes gradients; each stage will have that many backward passes
     engine.run(forward, model.boundary_shape(micro_batches[0].tokens), model.execution.dtype)
     optimizer.finish_step()  # waits for the reductions of gradients
     all_reduce(loss_sums, groups["data"])
@@ -258,7 +272,8 @@ def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequence
     Returns {} for a model without experts, otherwise
 
         aux_loss              the auxiliary losses, summed over layers, averaged over sequences
-        load_max_over_mean    the tokens of the busiest expert over the mean of its layer's experts; of the worst layer
+        load_max_over_mean    the imbalance: the tokens of the busiest expert, divided by the mean of its layer's
+                              experts, in the layer where this is largest
     """
     if not model.config.experts:
         return {}
@@ -284,6 +299,7 @@ def learning_rate(step: int, optim: config.Optim) -> float:
         return optim.lr * (step + 1) / optim.warmup
     if optim.lr_schedule == "constant":
         return optim.lr
+    # The command line has checked this. A program that calls only this function has not.
     config.need(optim.lr_schedule in ("cosine", "wsd"), f"--lr-schedule {optim.lr_schedule}: is unknown")
     if optim.lr_schedule == "wsd":  # Hu et al. 2024
         fraction = min(1.0, (optim.steps - 1 - step) / (0.2 * optim.steps))  # 1 before the last fifth
