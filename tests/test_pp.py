@@ -103,7 +103,9 @@ ANY = " and ".join(name for name, schedule in SCHEDULES.items() if schedule.grou
 @pytest.mark.parametrize("wrong, says", [
     (("1f1c", 2, 4), f"unknown, use one of {', '.join(SCHEDULES)}$"),
     (("1f1b", 2, 4, 2), f"2 model chunks per rank: schedule 1f1b has 1, {ANY} any$"),
-    (("1f1b", 2, 4, 0, -1), "groups of -1: must be above 0"), (("1f1b", 2, 0), "0 micro-batches, .* above 0"),
+    (("1f1b", 2, 4, 0, -1), "groups of -1: must be 0, for the default, or more$"),
+    (("1f1b", 2, 4, -1), "-1 model chunks per rank, .*: must be 0, for the default, or more$"),
+    (("1f1b", 2, 0), "0 micro-batches: must be above 0$"), (("1f1b", 0, 2), "0 ranks, .*: must be above 0$"),
     (("zb-v", 2, 4, 3), "schedule zb-v has 2"), (("interleaved", 4, 9, 3, 4), "the last one, too"),
     (("interleaved", 4, 8, 2, 3), "must hold at least 4"), (("dualpipev", 4, 7), "needs at least 8 on 4 ranks"),
     (("dualpipe", 3, 6), "needs even numbers of both")])
@@ -365,7 +367,7 @@ def test_a_schedule_is_drawn_with_the_chunks_and_groups_asked_for(capsys):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--schedule 1f1b --pp -1", "-1 ranks, 8 micro-batches, 0 model chunks per rank, groups of 0: must be above 0"),
+    ("--schedule 1f1b --pp -1", "-1 ranks, 8 micro-batches: must be above 0"),
     ("--pp 100000", "--pp 100000, --micro-batches 8: must be at most 1000"),
     *((f"--costs {costs}", f"--costs {costs}: write three numbers, above 0 and below a million, such as 1,1,1")
       for costs in ("0,1,1", "nan,1,1", "1,1000000,1")),
