@@ -260,10 +260,21 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 # cuBLAS reads scales in layouts of its own:
 #
 #     "tensor"    a scalar
-#     "blocks"    [R, C/128], contiguous along R, in rows of 16 bytes: R must be a multiple of ROWS
+#     "blocks"    [R, C/128], contiguous along R, in rows of 16 bytes: R must be a multiple of ROW_MULTIPLE
 #     "tiles"     [C/128, R/128], contiguous along C, with C/128 padded to a multiple of 4
 
-ROWS = 4  # 16 bytes of scales
+ROW_MULTIPLE = 4  # 16 bytes of scales
+
+
+def pad_tile_scales(q: Quantised) -> Quantised:
+    """Move scales of tiles to memory in which every row has room for a multiple of 4. Weights go through this once,
+    when they are quantised, so that no product copies their scales."""
+    if q.kind == "tensor":
+        return q
+    *rows, columns = q.scales.shape
+    padded = q.scales.new_zeros(*rows, columns + -columns % 4)
+    padded[..., :columns] = q.scales
+    return q._replace(scales=padded[..., :columns])
 
 
 def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
@@ -278,27 +289,16 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
 
 
 def pad_rows(q: Quantised) -> Quantised:
-    """Pad the rows of a matrix with blocks to a multiple of ROWS.
+    """Pad the rows of a matrix with blocks to a multiple of ROW_MULTIPLE.
 
     This copies the matrix, so experts' rows are padded before they are quantised. Other batches rarely have a number
     of tokens that needs it.
     """
-    missing = -len(q.data) % ROWS
+    missing = -len(q.data) % ROW_MULTIPLE
     if not missing or q.kind != "blocks":
         return q
     data = F.pad(q.data.view(torch.uint8), (0, 0, 0, missing)).view(q.data.dtype)  # as bytes: F.pad has no FP8
     return Quantised(data, F.pad(q.scales, (0, 0, 0, missing), value=1.0))
-
-
-def pad_tile_scales(q: Quantised) -> Quantised:
-    """Move scales of tiles to memory in which every row has room for a multiple of 4. Weights go through this once,
-    when they are quantised, so that no product copies their scales."""
-    if q.kind == "tensor":
-        return q
-    *rows, columns = q.scales.shape
-    padded = q.scales.new_zeros(*rows, columns + -columns % 4)
-    padded[..., :columns] = q.scales
-    return q._replace(scales=padded[..., :columns])
 
 
 # ---- a linear layer -------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ class Fp8Experts(Quantiser):
     they are quantised, each expert's rows are padded with zeros, so that every expert's part is a matrix that cuBLAS
     takes. The two copies need different padding, so they are made by two calls of `quantise`:
 
-        rowwise       to a multiple of ROWS with blocks; none with one scale
+        rowwise       to a multiple of ROW_MULTIPLE with blocks; none with one scale
         columnwise    to whole blocks of tokens, so that no block has tokens of two experts; to 16 with one scale
 
     weight: [e, out, in].
@@ -442,7 +442,7 @@ class Fp8Experts(Quantiser):
 
     def rowwise_by_expert(self, x: Tensor, dtype: torch.dtype, route) -> tuple[list[Quantised], Tensor | None]:
         """Return each expert's part of the rowwise copy, and the scale that all parts share."""
-        padded, rows = pad_experts(x, route.rows_per_expert, ROWS if self.recipe.blocks else 1)
+        padded, rows = pad_experts(x, route.rows_per_expert, ROW_MULTIPLE if self.recipe.blocks else 1)
         (rowwise, _), scale = self.quantise_tokens(padded, dtype, columnwise=False)
         return rowwise.split(rows, dim=0), scale
 
@@ -489,7 +489,7 @@ def demo() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(512, 384, generator=generator), torch.randn(256, 384, generator=generator) / 20
     dy = torch.randn(512, 256, generator=generator) * torch.exp2(-12 * torch.rand(512, 1, generator=generator))
-    recipes = {**FP8_RECIPES, "E4M3 for all, one scale": Fp8Recipe("e4m3", False)}
+    recipes = {**FP8_RECIPES, "E4M3 for all, one scale": Fp8Recipe(grad="e4m3", blocks=False)}
     print(f"{'Relative error, mean over rows':50s}{'X W^T':>9s}{'dY W':>9s}{'dY^T X':>9s}{'dY = 0':>10s}")
     for outlier in (1, 1e6):
         dy[0] *= outlier
