@@ -89,15 +89,15 @@ class RMSNormFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, y, weight, eps):
+    def forward(ctx, x, residual, weight, eps):
         ctx.set_materialize_grads(False)  # a result that is not used has the gradient None
-        ctx.weight, ctx.eps, ctx.adds = weight, eps, y is not None
-        found = try_kernel(x, lambda kernels: kernels.rms_norm(x, y, weight, eps))
-        if found is not None:
-            total, out = found
+        ctx.weight, ctx.eps, ctx.adds = weight, eps, residual is not None
+        results = try_kernel(x, lambda kernels: kernels.rms_norm(x, residual, weight, eps))
+        if results is not None:
+            total, out = results
             rstd = None
         else:
-            total = x if y is None else x + y
+            total = x if residual is None else x + residual
             total_acc = total.to(acc_dtype(x.dtype))
             rstd = torch.rsqrt(total_acc.square().mean(-1, keepdim=True) + eps)  # 1 / r
             out = (total_acc * rstd).mul_(weight).to(x.dtype)
@@ -110,14 +110,14 @@ class RMSNormFunction(Function):
         weight, eps = ctx.weight, ctx.eps
         if dout is None:  # rare. dtotal is None often: the kernel then reads one tensor less
             dout = torch.zeros_like(total)
-        found = try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps))
-        if found is not None:
-            dx, dweight = found
+        results = try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps))
+        if results is not None:
+            dx, dweight = results
             accumulate_grad(weight, lambda out: out.add_(dweight), defer=False)
         else:
             if rstd is None:  # forward's kernel ran, and backward's does not
                 rstd = torch.rsqrt(total.to(acc_dtype(total.dtype)).square().mean(-1, keepdim=True) + eps)
-            x_hat = total.detach() * rstd  # in the accumulation dtype, like everything below
+            x_hat = total * rstd  # in the accumulation dtype, like everything below
             dweight_terms = dout * x_hat
             accumulate_grad(weight, lambda out: out.add_(dweight_terms.flatten(0, -2).sum(0)), defer=False)
             weight = weight.to(rstd.dtype)
@@ -143,10 +143,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return RMSNormFunction.apply(x, None, self.weight, self.eps)[1]
 
-    def branch(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def branch(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream and its norm, which a block computes with: (x, norm of x) or, with y, first
         added to the stream, (x + y, norm of x + y)."""
-        return RMSNormFunction.apply(x, y, self.weight, self.eps)
+        return RMSNormFunction.apply(x, residual, self.weight, self.eps)
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
