@@ -91,7 +91,8 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) 
     try:
         kernel[grid](*args, **options)
     except Exception as error:
-        failed[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        lines = str(error).strip().splitlines() or [""]
+        failed[name] = f"{type(error).__name__}: {lines[0]}"
         if not dist.is_initialized() or dist.get_rank() in (0, dist.get_world_size() - 1):
             print(f"{name} does not run here, torch computes in its place: {failed[name]}", flush=True)
         raise KernelError(f"{name}: {failed[name]}") from error
@@ -220,7 +221,8 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) ->
     half, width, padded = D // 2, triton.next_power_of_2(D // 2), triton.next_power_of_2(heads)
     assert 0 < heads <= N, f"x {x.shape} has no {heads} heads to rotate"
     assert cos.shape == sin.shape and cos.shape in ((S, 1, half), (B, S, 1, half)), f"cos {cos.shape}, x {x.shape}"
-    assert tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (D, 1), f"heads apart: {x.stride()}"
+    assert tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (D, 1), \
+        f"the heads of a token must be contiguous, not apart: x has strides {x.stride()}"
     launch(rope_kernel, (B * S,), tokens, cos.contiguous(), sin.contiguous(), cos.numel() // half, tokens.stride(0),
            heads, sign, HALF=half, WIDTH=width, HEADS=padded, num_warps=min(8, max(1, width * padded // 512)))
     return x
