@@ -119,7 +119,9 @@ class LatentAttention(nn.Module):
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
         self.widths = [R, r, Q]  # of the two down-projections of x: latent, shared key, latent of queries
         self.head_widths = [D - r, v]  # of what w_kv_up makes for a head: k, value
-        down = [spec("w_kv_down", R + r, H, norm_along)] + ([spec("w_q_down", Q, H, norm_along)] if Q else [])
+        down = [spec("w_kv_down", R + r, H, norm_along)]
+        if Q:
+            down.append(spec("w_q_down", Q, H, norm_along))
         self.to_latents = ColumnParallelLinear(make, *down)
         self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
         self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, norm_along) if Q else None
