@@ -1,5 +1,7 @@
 """FP8: a linear layer multiplies 8-bit floats, in forward and in both matmuls of backward.
 
+Every product is A B^T: the last dimension of both factors is the one that the product sums over.
+
                  forward                     gradient of the input       gradient of the weight
                  Y = X W^T                   dX = dY W                   dW = dY^T X
                  sums over K                 sums over N                 sums over T
@@ -17,22 +19,22 @@
     ▬▬▬ and ███    numbers that share a scale in blockwise FP8: 1 x 128 numbers, or a tile of 128 x 128
     tensorwise     all numbers of a matrix share one scale
 
-Every product is A B^T: the last dimension of both factors is the one that the product sums over. A
-number x is stored as data = x / scale, rounded to FP8. The scale maps amax, the largest |x| that
+A number x is stored as data = x / scale, rounded to FP8. The scale maps amax, the largest |x| that
 shares it, to the largest number of the format. A product multiplies data, and then scales.
 `linear_in_fp8` below is all of this in ten lines.
 
 Symbols: T tokens, N rows (outputs) and K columns (inputs) of a weight: X [T, K], W [N, K], dY [T, N].
-         R x C is any matrix, and e is a number of experts.
+         [R, C] is any matrix, and e the number of experts.
          A matrix has a rowwise copy, quantised as it is, and a columnwise copy, quantised as its
-         transpose. X and dY need both, because one product sums over their columns, and another over
-         tokens. The transpose is stored as such: Hopper needs the summed dimension to be contiguous.
+         transpose. Each matrix needs both, because it is a factor of two products, which sum over
+         different dimensions of it. The columnwise copy is stored transposed, because Hopper needs the
+         summed dimension to be contiguous.
 
     format   sign, exponent, mantissa   largest   smallest   normal from   rounding error   range
     E4M3     1 4 3                      448       2^-9       2^-6          up to 1/16       18 powers of 2
     E5M2     1 5 2                      57344     2^-16      2^-14         up to 1/8        32 powers of 2
 
-    --fp8        X, W   dY     numbers that share a scale           what an outlier does
+    --fp8        X, W   dY     numbers that share a scale           effect of an outlier
     tensorwise   E4M3   E5M2   a tensor: wq, wk and wv count as     If it is 1000 times as large as the
                                one, and so do all experts           others, they lose 10 of the 18 powers
                                                                     of two. Small gradients would become
@@ -46,11 +48,12 @@ Saves: A matmul takes as little as half the time. Activations that are saved for
 Costs: Quantising reads W and dY once (experts' dY twice) and X twice, in forward and for dW. It writes
        two FP8 copies of each.
        With one scale per tensor, every tensor is read once more, for its amax. Ranks that have shards of
-       one tensor agree on its amax, one number per axis, so results do not depend on the sharding.
+       one tensor agree on its amax, with one all-reduce of a single number per mesh axis, so results do
+       not depend on the sharding.
        Both copies of a weight, 2 bytes per parameter, are cached until the weight changes. At ZeRO level
-       3 they are not cached, and every use makes them.
+       3 they are not cached, and every use of the weight quantises it again.
 Stops helping when: matrices are so small that quantising costs more than the faster matmul saves; or
-       the loss rises.
+       it costs accuracy: the loss rises.
 
 Micikevicius et al. 2022 (the formats); DeepSeek-AI 2024 (V3, section 3.3: blocks); NVIDIA Transformer Engine
 (rowwise, columnwise; it calls the scale scale_inv).
@@ -79,7 +82,7 @@ BLOCK = 128
 def linear_in_fp8(x: Tensor, w: Tensor, dy: Tensor, recipe: Fp8Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y = X W^T, dX = dY W and dW = dY^T X of one layer on one rank, each computed in FP8.
 
-    x: [T, K]. w: [N, K], with blocks N and K are multiples of 128. dy: [T, N].
+    x: [T, K]. w: [N, K]; with blocks, N and K must be multiples of 128. dy: [T, N].
     """
     grad_format = FORMATS[recipe.grad]
 
@@ -95,19 +98,19 @@ def linear_in_fp8(x: Tensor, w: Tensor, dy: Tensor, recipe: Fp8Recipe) -> tuple[
     return y, dx, dw
 
 
-# The rest of the file computes the same, and changes this:
+# The rest of the file computes the same products, with these differences:
 #
 #     `quantise`              makes the rowwise and the columnwise copy of a matrix together. On a GPU one
 #                             kernel reads the matrix once for both.
 #     `product`               calls cuBLAS on a GPU, which reads scales in layouts of its own.
-#     Quantiser, Fp8          keep FP8 weights until the weights change, make ranks agree on one scale,
+#     Quantiser, Fp8          cache FP8 weights until the weights change, make ranks agree on one scale,
 #                             and add dW to a gradient buffer.
-#     Fp8Experts              has a weight, and a part of the tokens, for each expert.
+#     Fp8Experts              multiplies each expert's tokens by the expert's own weight.
 
 
 # ---- formats and scales ---------------------------------------------------------------------------------------------
 
-SMALLEST = 2.0 ** -100  # the least amax that a scale is made for, so that scales and their reciprocals are normal
+SMALLEST = 2.0 ** -100  # lower bound of amax, so that scales and their reciprocals are normal fp32 numbers
 
 
 class Quantised(NamedTuple):
@@ -159,8 +162,8 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale that maps `amax` to the largest number of the format, in fp32."""
-    # The divisor is a tensor on this device. A GPU divides by a number of the host by multiplying with its
-    # reciprocal, which may differ in the last bit from the quotient that CPUs and the kernel compute.
+    # The divisor is a tensor, because PyTorch on CUDA divides by a Python scalar by multiplying by its reciprocal. The
+    # result may differ in the last bit from the quotient that CPUs and the kernel compute.
     return amax.float().clamp(min=SMALLEST) / amax.new_full((), torch.finfo(dtype).max, dtype=torch.float32)
 
 
@@ -172,7 +175,7 @@ def quantise_tensor(x: Tensor, dtype: torch.dtype) -> Quantised:
 
 
 def quantise_at_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise [R, C] with a scale that is known, such as one on which ranks have agreed."""
+    """Quantise [R, C] with a given scale, such as one on which ranks have agreed."""
     return Quantised(to_fp8(x.to(acc_dtype(x.dtype)) * scale.reciprocal(), dtype), scale)
 
 
@@ -193,7 +196,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, height: int = 1) -> Quantised
 # ---- both copies of a matrix ----------------------------------------------------------------------------------------
 
 class Layouts(NamedTuple):
-    """The two copies of a matrix, one for each product that it is a factor of. None: a copy that was not asked for.
+    """The two copies of a matrix, one for each product of which it is a factor. None: this copy was not asked for.
 
                       X [T, K]            dY [T, N]           W [N, K]
         rowwise       X, for Y            dY, for dX          W, for Y
@@ -205,21 +208,24 @@ class Layouts(NamedTuple):
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Layouts:
-    """Make the copies of x [T, C] that are asked for, padded with zeros. On a GPU one kernel makes both
-    (fp8_kernels.py).
+    """Make the copies of x [T, C] that are asked for. On a GPU one kernel makes both (fp8_kernels.py). A copy is padded
+    with zeros along its last dimension:
 
         scale   tiles   scales                                   rowwise [T, C]           columnwise [C, T]
-        given   False   the given one                            as it is                 T to a multiple of 16
+        given   False   the given one                            not padded               T to a multiple of 16
         None    False   one per 1 x 128 block of each copy       C to a multiple of 128   T to a multiple of 128
         None    True    one per tile, the same in both copies    T and C must be multiples of 128
+
+    In blocks, plain torch pads C. The kernel raises ValueError if C is no multiple of 128: core/rules.py refuses --fp8
+    blockwise for such widths.
     """
-    def by_kernel(_) -> tuple:
+    def by_kernel(_) -> tuple:  # try_kernel passes kernels.py, but this kernel is in a file of its own
         import fp8_kernels  # needs Triton, which a CPU does without
         return fp8_kernels.quantise(x, dtype, scale, SMALLEST, rowwise, columnwise, tiles)
 
     if copies := try_kernel(x, by_kernel):
         return Layouts(*(None if copy is None else Quantised(*copy) for copy in copies))
-    if scale is None and not tiles:  # neither copy can be made from the other: that would round twice
+    if scale is None and not tiles:  # the copies have different scales: to make one from the other would round twice
         return Layouts(quantise_blocks(x, dtype) if rowwise else None,
                        quantise_blocks(x.t(), dtype) if columnwise else None)
     q = quantise_blocks(x, dtype, BLOCK) if tiles else quantise_at_scale(x, scale, dtype)
@@ -231,12 +237,12 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, rowwise
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return A B^T, [R, C] x [N, C] -> [R, N], in `dtype`.
 
-    fast: Let Hopper's tensor cores add along all of C, with about 14 bits. Errors reach 2% at C = 4096
-        (DeepSeek-V3, 3.3.2). This needs one scale for each of a and b. Otherwise partial sums are added up in fp32;
-        with blocks every 128 elements.
+    fast: Let Hopper's tensor cores add up all C terms with about 14 bits. Errors reach 2% at C = 4096 (DeepSeek-V3,
+        3.3.2). This needs one scale for each of a and b. Otherwise partial sums are added up in fp32; with blocks,
+        every 128 elements.
 
-    A GPU needs N and C to be multiples of 16, or of 128 with blocks. FP8 needs compute capability 8.9, and blocks need
-    exactly 9.0 (Hopper). A CPU multiplies the numbers that a and b stand for in fp32, or in fp64 if the result is fp64.
+    A GPU needs N and C to be multiples of 16, or of 128 with blocks. FP8 needs compute capability 8.9 or higher, and
+    blocks need exactly 9.0 (Hopper). A CPU dequantises a and b and multiplies in fp32, or in fp64 if `dtype` is fp64.
     """
     if not a.data.is_cuda:
         return (dequantise(a, acc_dtype(dtype)) @ dequantise(b, acc_dtype(dtype)).t()).to(dtype)
@@ -246,8 +252,8 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) 
 
 
 def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [R, C] that one quantised matrix stands for. For CPUs: a GPU multiplies FP8 itself."""
-    # A table of all 256 numbers: torch's own cast from E4M3 takes several times as long on one core.
+    """Return data times scales, [R, C]. Only CPUs need this, because a GPU multiplies FP8 itself."""
+    # This looks numbers up in a table of all 256. Torch's own cast from E4M3 takes several times as long on one core.
     table = torch.arange(256, dtype=torch.uint8).view(q.data.dtype).to(dtype)
     numbers = table.index_select(0, q.data.reshape(-1).view(torch.uint8).int()).view(q.data.shape)
     if q.kind == "tensor":
@@ -259,16 +265,18 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 
 # cuBLAS reads scales in layouts of its own:
 #
-#     "tensor"    a scalar
-#     "blocks"    [R, C/128], contiguous along R, in rows of 16 bytes: R must be a multiple of ROW_MULTIPLE
-#     "tiles"     [C/128, R/128], contiguous along C, with C/128 padded to a multiple of 4
+#     "tensor"    one number
+#     "blocks"    [R, C/128], column-major. Each column of scales must be a multiple of 16 bytes long, so R
+#                 must be a multiple of 4.
+#     "tiles"     [R/128, C/128], row-major. The row stride is the padded C/128, a multiple of 4. F.scaled_mm
+#                 takes the transpose of this memory, padding included.
 
-ROW_MULTIPLE = 4  # 16 bytes of scales
+ROW_MULTIPLE = 4  # 16 bytes of fp32 scales
 
 
 def pad_tile_scales(q: Quantised) -> Quantised:
-    """Move scales of tiles to memory in which every row has room for a multiple of 4. Weights go through this once,
-    when they are quantised, so that no product copies their scales."""
+    """Copy scales of tiles to memory whose row stride is a multiple of 4. This is done once, when a weight is
+    quantised, so that no product copies scales."""
     if q.kind == "tensor":
         return q
     *rows, columns = q.scales.shape
@@ -278,7 +286,8 @@ def pad_tile_scales(q: Quantised) -> Quantised:
 
 
 def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
-    """Return the scales with the strides that cuBLAS reads, and their kind. pad_tile_scales prepares tiles."""
+    """Return the scales in cuBLAS's layout, and torch's name for their kind. Scales of tiles must come from
+    pad_tile_scales."""
     if q.kind == "tensor":
         return q.scales, F.ScalingType.TensorWise
     if q.kind == "blocks":  # as_strided, because t() gives a matrix of one row other strides
@@ -291,8 +300,8 @@ def for_scaled_mm(q: Quantised) -> tuple[Tensor, F.ScalingType]:
 def pad_rows(q: Quantised) -> Quantised:
     """Pad the rows of a matrix with blocks to a multiple of ROW_MULTIPLE.
 
-    This copies the matrix, so experts' rows are padded before they are quantised. Other batches rarely have a number
-    of tokens that needs it.
+    This copies the matrix, so experts' rows are padded before they are quantised. Elsewhere the number of tokens is
+    rarely odd enough to need padding.
     """
     missing = -len(q.data) % ROW_MULTIPLE
     if not missing or q.kind != "blocks":
@@ -302,24 +311,25 @@ def pad_rows(q: Quantised) -> Quantised:
 
 
 # ---- a linear layer -------------------------------------------------------------------------------------------------
-# tp.Column and tp.Row call these methods of an Fp8, in this order (tp.Matmul has the same ones, in 16 bits):
+# tp.Column and tp.Row (the autograd Functions of tp.py) call these methods of an Fp8, in this order. tp.Matmul has the
+# same methods, in 16 bits.
 #
 #     forward     mm = fp8.begin()
-#                 Y = mm.forward(X, weights)        all-reduces amax of X; weights are quantised, or cached
-#     backward    dY = mm.prepare_grad(dY)          all-reduces amax of dY; makes its two copies
-#                 dX = mm.dgrad(dY, weights)        weights are cached
-#                 mm.wgrad(dW, dY, X)               quantises X again, with the scale that forward has found
+#                 Y = mm.forward(X, weights)        all-reduces amax of X; quantises weights, unless they are cached
+#     backward    dY = mm.prepare_grad(dY)          all-reduces amax of dY; makes both copies of dY
+#                 dX = mm.dgrad(dY, weights)        takes weights from the cache, or quantises them again (ZeRO-3)
+#                 mm.wgrad(dW, dY, X)               quantises X again, with the scale from forward
 #
 # With blocks nothing is all-reduced, because each block has a scale of its own.
 
 class Quantiser:
     """Quantises activations, their gradients and weights by one recipe, and caches FP8 weights.
 
-    dtype: of the products.
+    dtype: the dtype of the products.
     amax_groups, weight_amax_groups: the groups whose ranks have shards of one activation, or of one weight, and must
         agree on one scale.
-    cached: whether FP8 weights are kept until the weights change. Otherwise every use quantises them, as at ZeRO level
-        3, where the cache would keep as many bytes as sharding frees.
+    cached: whether FP8 weights are kept until the weights change. Otherwise every use quantises them again. train.py
+        sets it to False at ZeRO level 3, where the cache would keep as many bytes as sharding frees.
     """
 
     def __init__(self, recipe: Fp8Recipe, dtype: torch.dtype, amax_groups: tuple[Group, ...] = (),
@@ -328,23 +338,24 @@ class Quantiser:
         self.grad_format = FORMATS[recipe.grad]
         self.amax_groups, self.weight_amax_groups = amax_groups, weight_amax_groups
         self.cache: dict[Params, tuple[list, Layouts]] = {}  # weights -> (their versions, their FP8 copies)
-        self.x_scale = self.dy_scale = None  # on which ranks have agreed: see begin
+        self.x_scale = self.dy_scale = None  # scales on which ranks have agreed: see begin
 
     def begin(self) -> "Quantiser":
-        """Return a copy for one forward of a layer and its backward. It shares the cache, and keeps the scales of X
-        and dY.
+        """Return a copy for one forward of a layer and its backward. The copy shares the cache, and keeps the scales of
+        X and dY.
 
-        X and dY may be gathered and quantised a second time: X for wgrad, and dY for a wgrad that is deferred. If ranks
-        had to agree again, their all-reduce would queue behind the exchange that the matmul should hide. Where
-        recomputation has skipped the forward, x_scale is still None, and ranks agree on it in wgrad.
+        X and dY may be gathered and quantised a second time: X for wgrad, and dY for a wgrad that is deferred. A second
+        all-reduce of amax would wait behind the gather (of X or dY) that is meant to overlap with the matmul. If
+        recomputation did not run this product's forward, x_scale is still None, and ranks agree on it in wgrad.
         """
         return copy(self)
 
     def agreed_scale(self, x: Tensor, dtype: torch.dtype, groups: tuple[Group, ...]) -> Tensor | None:
         """Return one scale for a tensor that is sharded over these groups, or None if each block has its own. This
-        all-reduces amax, so every rank must call it."""
+        method all-reduces amax, so every rank must call it."""
         if self.recipe.blocks:
             return None
+        # The infinity norm is amax, and needs no temporary tensor.
         amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         for group in groups:
             all_reduce(amax, group, MAX)
@@ -352,17 +363,21 @@ class Quantiser:
 
     def quantise_tokens(self, x: Tensor, dtype: torch.dtype = E4M3, scale: Tensor | None = None,
                         **which: bool) -> tuple[Layouts, Tensor | None]:
-        """Return the copies of X or dY, and their scale.
+        """Return the copies of X or dY, and their scale, which is None with blocks.
 
-        scale: if it is known already. which: `rowwise` and `columnwise` of `quantise`.
+        scale: the scale on which ranks have already agreed, if they have. which: `rowwise` and `columnwise` of
+            `quantise`.
         """
         if scale is None:
             scale = self.agreed_scale(x, dtype, self.amax_groups)
         return quantise(x, dtype, scale, **which), scale
 
     def quantise_weight(self, weights: Params) -> Layouts:
-        """Return both copies of weights that share an input (wq, wk and wv) as one matrix; or of one parameter
-        [e, R, C], the weights of e experts."""
+        """Return both copies of the weights.
+
+        weights: weights that share an input, such as wq, wk and wv, which are quantised as one matrix; or one parameter
+            [e, R, C], the weights of e experts.
+        """
         # Two counters show that a weight has changed. zero.py writes into its flat buffer, which autograd does not
         # see, and counts `generation` up. In-place operations on the parameter itself count `_version` up.
         state = [(weight.generation, weight._version) for weight in weights]
@@ -400,7 +415,8 @@ class Fp8(Quantiser):
         return product(dy.rowwise, self.quantise_weight(weights).columnwise, self.dtype)
 
     def wgrad(self, out: Tensor, dy: Layouts, x: Tensor) -> None:
-        """out += dY^T X. This moves 16 bytes per element of out, because F.scaled_mm cannot add to its result."""
+        """out += dY^T X. F.scaled_mm cannot accumulate into `out`, so an fp32 `out` costs 16 bytes per element: the
+        product is written (4) and read (4), and `out` is read and written (8)."""
         (_, columnwise), _ = self.quantise_tokens(x, scale=self.x_scale, rowwise=False)
         out.add_(product(dy.columnwise, columnwise, out.dtype))
 
@@ -410,18 +426,19 @@ class Fp8(Quantiser):
 class Fp8Experts(Quantiser):
     """The three products of ep.GroupedLinear, with the methods of ep.GroupedMatmul: one weight matrix per expert.
 
-    The rows of X and dY are sorted by expert, and `route.rows_per_expert` says how many each has (ep.Route). Before
-    they are quantised, each expert's rows are padded with zeros, so that every expert's part is a matrix that cuBLAS
-    takes. The two copies need different padding, so they are made by two calls of `quantise`:
+    The rows of X and dY are sorted by expert, and `route.rows_per_expert` says how many rows each expert has
+    (ep.Route). Before they are quantised, each expert's rows are padded with zeros, so that every expert's part is a
+    matrix that cuBLAS accepts. The two copies need different padding, so they are made by two calls of `quantise`:
 
-        rowwise       to a multiple of ROW_MULTIPLE with blocks; none with one scale
-        columnwise    to whole blocks of tokens, so that no block has tokens of two experts; to 16 with one scale
+                      with blocks                                                      with one scale
+        rowwise       rows to a multiple of ROW_MULTIPLE                               none
+        columnwise    rows to whole blocks, so that no block has rows of two experts   rows to a multiple of 16
 
     weight: [e, out, in].
     """
 
     def forward(self, x: Tensor, weight: nn.Parameter, route) -> Tensor:
-        """Return Y [R, out]: each expert's rows of X [R, in] times its W^T."""
+        """Return Y [R, out]: each expert's rows of X [R, in] times the expert's W^T."""
         rowwise, self.x_scale = self.rowwise_by_expert(x, E4M3, route)
         return self.multiply(rowwise, self.quantise_weight((weight,)).rowwise, route)
 
@@ -480,7 +497,7 @@ def pad_experts(x: Tensor, rows: list[int], unit: int) -> tuple[Tensor, list[int
 # ---- demo: python fp8.py --------------------------------------------------------------------------------------------
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
-    """The mean over rows."""
+    """Return the relative error of a row, in the Euclidean norm, averaged over rows."""
     return ((got - exact).norm(dim=1) / exact.norm(dim=1)).mean().item()
 
 
