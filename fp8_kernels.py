@@ -1,7 +1,7 @@
 """FP8's Triton kernel: it reads a matrix once and writes both quantised copies. fp8.py has the same in plain torch.
 
-fp8.py says why a linear layer needs two copies of x [T, K]. A program has a tile of 128 rows, and
-writes it into both:
+fp8.py says why a linear layer needs two copies of x [T, K]. Each program quantises a tile of 128 rows
+and writes it to both copies:
 
             K                        rowwise [T, K]            columnwise [K, T]
         ┌─────────────┐              ┌─────────────┐           ┌───────┐
@@ -11,7 +11,7 @@ writes it into both:
         └─────────────┘              └─────────────┘           │       │
                                                                └───────┘
 
-Numbers that share a scale are quantised by one formula (functions scale_of and to_fp8):
+Numbers that share a scale are quantised by these formulas (functions scale_of and to_fp8):
 
     scale = max(amax, SMALLEST) / LIMIT            amax: their largest |x|
     data  = clamp(x (1 / scale), -LIMIT, LIMIT)    rounded to FP8, whose largest number is LIMIT; NaN stays NaN
@@ -19,12 +19,12 @@ Numbers that share a scale are quantised by one formula (functions scale_of and 
 Which numbers share a scale:
 
                            rowwise                columnwise
-    one scale, given       all                    all
+    one scale, given       all of x               all of x
     1 x 128 blocks         a row of the tile      a column of the tile
     tiles of 128 x 128     the tile               the tile
 
-Moves 4 bytes per element of a 16-bit matrix: 2 are read, and each copy is 1. Scales of blocks add
-1/16 of a byte. Divisions are rounded to nearest, so the kernel gives the same bits as fp8.py.
+The kernel moves 4 bytes per element of a 16-bit matrix: it reads 2, and writes 1 to each copy. Scales of
+blocks add 1/16 of a byte. Divisions are rounded to nearest, so the kernel gives the same bits as fp8.py.
 
 Sources: as fp8.py. Shapes: T rows (tokens, or rows of a weight), K columns. kernels.py says how to read a kernel.
 """
@@ -106,18 +106,22 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: floa
         None    False   [T, K/128]                  [K, T_padded/128]                     128
         None    True    [T/128, K/128]              [K/128, T/128]                        128
 
-    smallest: fp8.SMALLEST. Raises ValueError if x has no whole blocks.
+    smallest: fp8.SMALLEST.
+
+    Raises ValueError if x does not consist of whole blocks: without a given scale K must be a multiple of 128, and with
+    tiles T, too. fp8.py pads K in plain torch, and this kernel does not.
     """
     (T, K), x = x.shape, x.contiguous()
     if scale is None and (K % BLOCK or tiles and T % BLOCK):
-        raise ValueError(f"{T} x {K} has no blocks of 128{' x 128' if tiles else ''}")
-    # Columns and warps of a program. With these a thread needs at most 128 registers. With one scale, 128 columns and
-    # 8 warps took 247 on Triton 3.6.
+        raise ValueError(f"{T} x {K} does not consist of blocks of {'128' if tiles else '1'} x 128")
+    # Columns and warps of a program. With these a thread needs at most 128 registers, so two programs of 8 warps fit on
+    # an SM. With one scale, 128 columns and 8 warps took 247 registers per thread on Triton 3.6.
     width, num_warps = (BLOCK, 16 if tiles else 8) if scale is None else (64, 8)
     across, down, T_padded = triton.cdiv(K, width), triton.cdiv(T, BLOCK), T + -T % (BLOCK if scale is None else 16)
     row_data = x.new_empty(T, K, dtype=dtype) if rowwise else None
     column_data = x.new_empty(K, T_padded, dtype=dtype) if columnwise else None
-    # Contiguous along the rows, as cuBLAS reads scales and programs write them.
+    # Scales are allocated transposed, so the results are column-major: scales of consecutive rows are adjacent, as
+    # cuBLAS reads blocks and as programs write them. With tiles the columnwise scales are the rowwise ones, transposed.
     row_scales = x.new_empty(across, down if tiles else T, dtype=torch.float32) if scale is None else scale
     column_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else row_scales
     if T:
