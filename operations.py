@@ -9,7 +9,7 @@
     rotary       (a, b) becomes                             the same with -sin in place of sin
                  (a cos - b sin, b cos + a sin)
     attention    p = softmax(q k^T / sqrt(D))               dv = p^T do
-                 o = p v                                    ds = p (do v^T - sum over keys of do o) / sqrt(D)
+                 o = p v                                    ds = p (do v^T - sum over D of do o) / sqrt(D)
                                                             dq = ds k,  dk = ds^T q
 
 Every operation is written here in plain torch, with its derivative. Plain torch reads and writes memory many
@@ -17,7 +17,7 @@ times for few FLOPs, so fused kernels replace it where they run:
 
     RMSNorm, SwiGLU, rotary embedding    kernels.py on a GPU (see `try_kernel`)
     attention                            sdpa.py (torch's kernels) or flash.py (in Triton): cp.choose_attention
-                                         picks one by --attention, mask and device. --attention math takes
+                                         picks one by --attention, mask and device. --attention math picks
                                          the plain torch of this file.
 
 Rotary angles and the statistics of norms and softmax are computed in the accumulation dtype, at least fp32.
@@ -76,16 +76,18 @@ def try_kernel(x: Tensor, compute: Callable[..., Any]) -> Any:
 
 
 # ---- RMSNorm --------------------------------------------------------------------------------------------------------
-# With a residual stream, add and norm are one Function:    total = x + y,  out = RMSNorm(total)
+# With a residual stream, add and norm are one Function:    total = x + residual,  out = RMSNorm(total)
 # Both results are used later, so backward gets a gradient for each, and sums them:
 #
-#     dx = dy = dtotal + (g - x_hat mean(g x_hat)) / r        g = dout w
+#     dx = dresidual = dtotal + (g - x_hat mean(g x_hat)) / r        g = dout w
 
 class RMSNormFunction(Function):
-    """x -> (x, RMSNorm(x)) or, with y, (x + y, RMSNorm(x + y)), over the last dimension.
+    """Return (total, RMSNorm(total)), where total = x + residual, or x if residual is None. Norms are over the last
+    dimension.
 
-    Saves the normalised tensor, which is the residual stream and so is kept anyway. Plain torch saves 1 / r of each
-    row, too; the kernel computes it again. weight gets its gradient from accumulate_grad, not from autograd.
+    Saves the tensor that it normalises, `total`. This is the residual stream, which is kept anyway. Plain torch also
+    saves 1 / r of each row, and the kernel computes it again. The weight gets its gradient from accumulate_grad
+    (core/gradients.py), which adds it to the gradient buffer, and not from autograd.
     """
 
     @staticmethod
@@ -108,7 +110,7 @@ class RMSNormFunction(Function):
     def backward(ctx, dtotal, dout):
         total, rstd = ctx.saved_tensors
         weight, eps = ctx.weight, ctx.eps
-        if dout is None:  # rare. dtotal is None often: the kernel then reads one tensor less
+        if dout is None:  # rare. dtotal is often None, and then the kernel reads one tensor less
             dout = torch.zeros_like(total)
         results = try_kernel(total, lambda kernels: kernels.rms_norm_backward(dout, dtotal, total, weight, eps))
         if results is not None:
@@ -131,7 +133,7 @@ class RMSNormFunction(Function):
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension of x [..., width], with a weight [width].
 
-    make: makes the parameter of a Spec. along: the weight's Spec.along, see core/param.py.
+    make: the function that makes a parameter from its Spec. along: the weight's Spec.along, see core/param.py.
     """
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], name: str, width: int, eps: float,
@@ -144,8 +146,10 @@ class RMSNorm(nn.Module):
         return RMSNormFunction.apply(x, None, self.weight, self.eps)[1]
 
     def branch(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and its norm, which a block computes with: (x, norm of x) or, with y, first
-        added to the stream, (x + y, norm of x + y)."""
+        """Return the residual stream, to which `residual` is added if it is given, and the norm of the stream.
+
+        x: the stream. residual: what a block has computed for it, or None.
+        """
         return RMSNormFunction.apply(x, residual, self.weight, self.eps)
 
 
@@ -154,13 +158,15 @@ class RMSNorm(nn.Module):
 def swiglu(x: Tensor, row_factors: Tensor | None = None) -> Tensor:
     """Return gate sigmoid(gate) up, where x is gate and up side by side: [..., 2F] -> [..., F].
 
-    row_factors: [R], for x [R, 2F]: each row of the result is multiplied by its factor, such as an expert's gate.
+    row_factors: [rows], for x [rows, 2F]: each row of the result is multiplied by its factor, such as the router's
+        weight of the expert.
     """
     return SwiGLUFunction.apply(x, row_factors)
 
 
 class SwiGLUFunction(Function):
-    """Saves x and row_factors, not the result: backward computes it again where it needs it."""
+    """Saves x and row_factors, not the result. Backward computes the result again if it needs it, for the gradient of
+    row_factors."""
 
     @staticmethod
     def forward(ctx, x, row_factors):
@@ -178,7 +184,7 @@ class SwiGLUFunction(Function):
 
 
 def swiglu_no_grad(x: Tensor) -> Tensor:
-    """[..., 2F] -> [..., F]."""
+    """Return gate sigmoid(gate) up, [..., F], of x [..., 2F], outside of autograd."""
     y = try_kernel(x, lambda kernels: kernels.swiglu(x))
     if y is not None:
         return y
@@ -187,7 +193,7 @@ def swiglu_no_grad(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """dy [..., F] and x [..., 2F] -> dx [..., 2F]: dgate and dup side by side."""
+    """Return dx [..., 2F], dgate and dup side by side, from dy [..., F] and x [..., 2F]."""
     dx = try_kernel(x, lambda kernels: kernels.swiglu(x, dy=dy))
     if dx is not None:
         return dx
@@ -204,10 +210,13 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 # A head of D channels consists of pairs. Each pair (a, b) of a query or key is turned by an angle, which is
 # the token's position times the pair's frequency. Two functions differ in which channels are a pair:
 #
-#     rotate_and_split    (x[i], x[i + D/2]), of all D channels                       as in Llama
-#     rotate_tail         (x[2i], x[2i + 1]), of the last rotated_dim channels        as in DeepSeek: mla.py
+#     rotate_and_split    (x[i], x[i + D/2]), of all D channels                     as in Hugging Face's Llama
+#     rotate_tail         (x[2i], x[2i + 1]), of the last rotated_dim channels      as in DeepSeek: mla.py
 #
-# Both write into x and return its memory, so x must not be used afterwards.
+# Meta's Llama pairs (x[2i], x[2i + 1]), too. Hugging Face's checkpoints have the rows of wq and wk in another order,
+# which makes the results equal.
+#
+# Both functions write into x and return its memory, so x must not be used afterwards.
 
 def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles, in acc_dtype(dtype): [S] or [B, S] positions -> [..., S, 1, rotated_dim/2], one
@@ -217,8 +226,8 @@ def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[
     frequency = model.rope_theta ** (-even / model.rotated_dim)
     if model.rope_scaling != 1:
         # Llama 3.1 lowers the frequency of slow pairs. `turns` is how often a pair turns in the 8192 tokens of
-        # pre-training. Up to 1 the frequency is divided by rope_scaling, from 4 on it is kept, and in between it is
-        # interpolated.
+        # pre-training. Pairs that make at most 1 turn have their frequency divided by rope_scaling. Pairs that make at
+        # least 4 turns keep theirs. In between, the frequency is interpolated.
         turns = 8192 * frequency / (2 * torch.pi)
         unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (unscaled + (1 - unscaled) / model.rope_scaling)
@@ -230,19 +239,20 @@ def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int])
     """Split x [B, S, N, D] into queries, keys and values, and rotate the first two.
 
     angles: rotary_angles of x's tokens.
-    heads: how many heads each part has, N in all. [N]: all are queries, or all are keys.
+    heads: how many heads each part has, N in all. With [N], all heads are queries, or all are keys.
     """
     return RotateFunction.apply(x, *angles, heads)
 
 
 def rotate_tail(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the last channels of every head of x [B, S, N, D]: latent attention's decoupled embedding."""
+    """Rotate the last channels of every head of x [B, S, N, D], as latent attention's decoupled embedding does."""
     rotated, = RotateFunction.apply(x, *angles, [x.shape[2]], True)
     return rotated
 
 
 class RotateFunction(Function):
-    """Both layouts. Saves only the angles, which all layers share. Backward turns gradients back by the same angles."""
+    """Rotates pairs of both kinds. Saves only the angles, which all layers share. Backward turns gradients back by the
+    same angles."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, heads, tail=False):
@@ -288,8 +298,9 @@ class Mask(NamedTuple):
 
     causal: The key is not after the query.
     window: The key is less than `window` positions before the query. 0: there is no window.
-    documents: The key belongs to the query's document. A pair of document ids, [B, rows] of the queries and [B,
-        columns] of the keys. Ids are any integers, and a document need not be contiguous. None: there is one document.
+    documents: The key belongs to the query's document. This is a pair of tensors of document ids, [B, rows] for the
+        queries and [B, columns] for the keys. Ids are any integers, and a document need not be contiguous. None: there
+        is one document.
 
     offset: the position of the first query minus the position of the first key. It is 0 if queries and keys are the
         same tokens, the number of cached keys in generation, and the distance of two chunks of a sequence in cp.py.
@@ -340,13 +351,14 @@ class AttentionKernel(NamedTuple):
     heads share a key and value head.
 
     attend(q, k, v, mask) -> o [B, N, rows, D]
-        Attends in whole sequences. Differentiable.
+        Attention over whole sequences. Differentiable.
     forward(q, k, v, mask) -> (o, lse)
-        Attends to one block of keys. cp.py merges the results of all blocks. lse [B, N, rows]: logsumexp of each row's
-        scores, in at least fp32, -inf where a row sees no key.
+        Attention to one block of keys. cp.py merges the results of all blocks. lse [B, N, rows]: logsumexp of each
+        row's scores, in at least fp32. It is -inf where a row sees no key.
     backward(do, q, k, v, o, lse, mask) -> (dq, dk, dv)
         Computes the block's term of the gradients. do, o and lse belong to the merged result.
-    saves_scores: attend saves [rows, columns] scores for backward, so selective recomputation recomputes attention.
+    saves_scores: whether attend saves [rows, columns] scores for backward. If so, selective recomputation recomputes
+        attention.
     kinds_as_tensor: the kinds of mask (Mask.kind) that attend takes as a tensor. prepare_mask makes it for all layers.
     """
     attend: Callable[..., Tensor]
@@ -388,18 +400,19 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     k, v = repeat_kv_heads(q, k, v)
     scores = masked_scores(q, k, mask)
     lse = scores.logsumexp(-1, keepdim=True)
-    # The clamp is for rows that see no key: their lse is -inf, and their o becomes 0, not NaN.
+    # The clamp is for rows that see no key. Their lse is -inf, and with the clamp their o becomes 0, not NaN.
     o = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp() @ v.to(scores.dtype)
     return o.to(q.dtype), lse[..., 0]
 
 
 def math_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                   mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` in plain torch, by the formulas at the top of this file. p is computed again from lse."""
+    """`backward` in plain torch, by the formulas at the top of this file. It computes p again from lse."""
     acc = acc_dtype(q.dtype)
     k_acc, v_acc = repeat_kv_heads(q, k.to(acc), v.to(acc))
     do, o = do.to(acc), o.to(acc)
-    p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()  # merged, lse is finite: a query sees itself
+    # The lse of the merged result is finite, because every query sees at least itself.
+    p = (masked_scores(q, k_acc, mask) - lse.to(acc)[..., None]).exp()
     ds = p * (do @ v_acc.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dk, dv = ds.transpose(-1, -2) @ q.to(acc), p.transpose(-1, -2) @ do  # of each query head
     # Sum over the query heads that share a key and value head.
@@ -422,7 +435,7 @@ def saved_bytes(compute: Callable[[], Any], inputs: list[Tensor]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = compute()  # kept until the storages have been counted, so that none is used twice
+        result = compute()  # keeps the storages alive, so that no address is reused
     for x in inputs:
         storages.pop(x.untyped_storage().data_ptr(), None)
     del result
@@ -463,7 +476,7 @@ def demo() -> None:
         "rotary": (numbers(1, 64, 4, 64), lambda x: rotate_and_split(x, (cos, sin), [4])[0],
                    lambda x: plain_rotation(x, cos, sin))}
     print("Bytes that are saved for backward besides the input, per element of it, in bf16;\n"
-          "largest difference of the input's gradients, in fp64, relative to the largest\n\n"
+          "largest difference of the input's gradients, in fp64, relative to the largest gradient\n\n"
           f"{'':12s}{'this file':>12s}{'autograd of the formula':>27s}{'difference':>14s}")
     for name, (values, function, formula) in rows.items():
         gradients, saved = [], []
