@@ -9,28 +9,28 @@ and keeps intermediate results in registers. Bytes moved, with e bytes per eleme
 
                      forward      backward
     RMSNorm          2 T H e      4 T H e    saves its input. Backward adds the gradient of the input's other
-                                             uses; if there are none: 3 T H e
+                                             uses, dtotal. 4 includes reading dtotal; without it 3 T H e
     add, RMSNorm     4 T H e      4 T H e    saves the sum, which is the residual stream
     rotary           2 T H e      2 T H e    in place, where H is the width of queries and keys; saves nothing
     SwiGLU           3 T F e      5 T F e    saves gate and up
-    cross-entropy    3 T V e      none       besides the matmuls. Logits exist in chunks, and their gradient
+    cross-entropy    3 T V e      none       matmuls not counted. Logits exist in chunks, and their gradient
                                              overwrites them
 
 Each section has a formula, a reference in plain torch, the kernel, and its launcher. References are for tests
 and benchmarks, which compare backward with autograd's derivative of the reference. The autograd Functions are
-in operations.py, except cross-entropy's, and plain torch takes over there if a kernel does not run. flash.py
-and fp8_kernels.py have more kernels, and also start them by `launch`.
+in operations.py, except cross-entropy's. If a kernel does not run, its caller computes in plain torch. flash.py
+and fp8_kernels.py define more kernels, and also start them with `launch`.
 
 How to read a kernel (learn/triton_primer.py teaches it, one idea at a time):
 
     program        A launch starts a grid of programs. Each computes a part of the result, such as a row, and
                    tl.program_id(0) is its number. Programs do not wait for each other.
-    x              A tensor is passed as the address of its first element. x + column are the addresses of
-                   several elements at once. Offsets that may exceed 2^31 elements are 64 bits.
+    x              A tensor is passed as the address of its first element. x + column is a vector of the addresses
+                   of several elements. Offsets that may exceed 2^31 elements are 64 bits.
     inside         Which of these elements exist. A width is padded to a power of 2, WIDTH, so tl.load and
                    tl.store take this mask. Elements that do not exist read as `other`.
-    tl.constexpr   A constant, for which the kernel is compiled anew. An argument that is None is one, too, so
-                   `if residual is not None` costs nothing.
+    tl.constexpr   A constant. The kernel is compiled anew for each of its values. An argument that is None is a
+                   constant, too, so `if residual is not None` costs nothing.
     tl.float32     Sums, statistics and exponentials are fp32, and results are rounded once.
 
 Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).
@@ -56,13 +56,15 @@ from core.param import IGNORED, check_labels, shard_slice
 
 # ---- launching a kernel ---------------------------------------------------------------------------------------------
 
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: on CPUs, slowly
+# Whether Triton's interpreter runs kernels, slowly, on CPUs. Triton reads TRITON_INTERPRET when @triton.jit decorates a
+# function, and decorates functions of its own when it is imported. So set TRITON_INTERPRET=1 before that import.
+INTERPRETED = triton.knobs.runtime.interpret
 UNFIT = {torch.float64, torch.bfloat16} if INTERPRETED else {torch.float64}  # the interpreter computes bf16 wrongly
-failed: dict[str, str] = {}  # kernels that do not run here, so are not tried again -> the first line of the error
+failed: dict[str, str] = {}  # kernel that does not run here, and is not tried again -> the first line of the error
 
 
 class KernelError(RuntimeError):
-    """A kernel does not compile or launch here, and has computed nothing. The caller computes it in plain torch."""
+    """A kernel does not compile or launch here, and has computed nothing. The caller then computes in plain torch."""
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
@@ -70,9 +72,10 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) 
 
     args: tensors, tuples of a tensor and its strides, numbers, None.
 
-    Raises KernelError if the kernel does not compile or launch, and from then on at once. The first and the last rank
-    print why: the last, too, because in a pipeline only it computes the cross-entropy. AssertionErrors are for tensors
-    that no kernel takes. Formatting a message costs as much as a launch, so it happens only on failure.
+    Raises KernelError if the kernel does not compile or launch. From then on every launch of this kernel raises it
+    without a try. The first and the last rank print the reason; the last one, because in a pipeline only the last stage
+    computes the cross-entropy. Raises AssertionError for tensors that no kernel accepts. Formatting a message costs as
+    much as a launch, so it happens only on failure.
     """
     tensors = []
     for arg in args:
@@ -109,7 +112,7 @@ def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: 
 
 @triton.jit
 def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr):
-    """A program computes one row of H elements. rstd: 1 / sqrt(mean(total^2) + eps)."""
+    """Each program computes one row of H elements. rstd: 1 / sqrt(mean(total^2) + eps)."""
     start, column = tl.program_id(0).to(tl.int64) * H, tl.arange(0, WIDTH)
     inside = column < H
     row = tl.load(x + start + column, inside, other=0.0)
@@ -123,7 +126,7 @@ def rms_norm_kernel(x, residual, weight, total, y, eps, H, WIDTH: tl.constexpr):
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return total and y, both [..., H], of x and residual [..., H], or None. weight: [H], with H at most 2^15."""
+    """Return total and y, both [..., H]. x: [..., H]. residual: [..., H] or None. weight: [H], with H at most 2^15."""
     H, rows, residual = len(weight), x.contiguous(), None if residual is None else residual.contiguous()
     assert x.shape[-1] == H and 0 < H <= 2**15, f"weight of {H} (1 to {2**15} elements) for rows of {x.shape[-1]}"
     assert residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype), f"not {x.shape} {x.dtype}"
@@ -135,11 +138,12 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 def row_options(H: int) -> dict:
     """Launch options for programs that keep a whole row in registers."""
     width = triton.next_power_of_2(H)
-    return dict(WIDTH=width, num_warps=min(16, max(1, width // 512)))
+    return dict(WIDTH=width, num_warps=min(16, max(1, width // 512)))  # 16 elements per thread, up to 16 warps
 
 
 # ---- RMSNorm, backward ----------------------------------------------------------------------------------------------
-# The kernel computes rstd again from x, and x_hat = x rstd. With g = dy weight:
+# The kernel computes rstd again from x, and x_hat = x rstd. dtotal is the gradient from other uses of x. With
+# g = dy weight:
 #
 #     dx = rstd (g - x_hat mean(g x_hat)) + dtotal         the bracket has no component along x_hat
 #     dweight = sum over rows of dy x_hat
@@ -173,8 +177,10 @@ def rms_norm_backward_kernel(dy, dtotal, x, weight, dx, dweights, eps, T, H, WID
 
 def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor,
                       eps: float) -> tuple[Tensor, Tensor]:
-    """Return dx [..., H] and dweight [H], which is fp32. x: the tensor that was normalised, `total` of forward. dtotal:
-    its gradient from other uses, or None."""
+    """Return dx [..., H] and dweight [H], which is fp32.
+
+    x: the tensor that was normalised, `total` of forward. dtotal: the gradient from other uses of x, or None.
+    """
     x, dy, dtotal = x.contiguous(), dy.contiguous(), None if dtotal is None else dtotal.contiguous()
     H, T = len(weight), x.numel() // len(weight)
     dx, dweights = torch.empty_like(x), x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
@@ -195,10 +201,10 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 @triton.jit
 def rope_kernel(x, cos, sin, angle_rows, stride, heads, sign, HALF: tl.constexpr, WIDTH: tl.constexpr,
                 HEADS: tl.constexpr):
-    """A program rotates the first `heads` heads of one token, in place.
+    """Each program rotates the first `heads` heads of one token, in place.
 
-    stride: from token to token. HALF: D/2. WIDTH, HEADS: HALF and heads, padded to powers of 2.
-    angle_rows: how many rows cos and sin have, S if all sequences share them, or B S.
+    stride: the distance of two tokens in memory. HALF: D/2. WIDTH, HEADS: HALF and heads, padded to powers of 2.
+    angle_rows: how many rows cos and sin have: S if all sequences share them, or B S.
     """
     t = tl.program_id(0)
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -215,7 +221,7 @@ def rope_kernel(x, cos, sin, angle_rows, stride, heads, sign, HALF: tl.constexpr
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float = 1.0) -> Tensor:
     """Rotate the first `heads` heads (queries and keys) of x [B, S, N, D] in place, and return x.
 
-    cos, sin: of each token's angles, [S, 1, D/2] or [B, S, 1, D/2]. sign: -1 rotates back, which is the backward.
+    cos, sin: of each token's angles, [S, 1, D/2] or [B, S, 1, D/2]. sign: -1 rotates back, as backward does.
     """
     (B, S, N, D), tokens = x.shape, x.flatten(0, 1)
     half, width, padded = D // 2, triton.next_power_of_2(D // 2), triton.next_power_of_2(heads)
@@ -238,14 +244,14 @@ SWIGLU_BLOCK = 1024  # elements of a row that one program computes
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
-    """[..., 2F] -> [..., F]: x is gate and up side by side."""
+    """Return y [..., F]. x: [..., 2F], gate and up side by side."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 @triton.jit
 def swiglu_kernel(x, dy, out, F, BLOCK: tl.constexpr):
-    """A program reads BLOCK of the F gates of a row, and the ups that belong to them. With dy it computes backward."""
+    """Each program reads BLOCK of the F gates of a row, and the corresponding ups. With dy it computes backward."""
     t, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
     gate = tl.load(x + t * 2 * F + column, inside, other=0.0).to(tl.float32)
@@ -306,15 +312,18 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
                          loss_grad: Tensor | None = None) -> Tensor:
     """Return the sum of the tokens' losses, in nats. IGNORED labels have no loss.
 
-    x: [T, H], the same on all ranks of the group. Its gradient is partial: this rank's term of a sum over the group.
-    weight: [V/t, H], this rank's rows of the head, shard_slice(V, t, rank). Its gradient goes through
-        `accumulate_grad`. vocab_size: V, by default the rows of `weight`.
+    x: [T, H], the same on all ranks of the group. The gradient of x is partial: this rank's term of a sum over the
+        group.
+    weight: [V/t, H], this rank's rows of the head, shard_slice(V, t, rank). The gradient of the weight goes through
+        `accumulate_grad`.
+    vocab_size: V, by default the rows of `weight`.
     labels: [T], tokens or IGNORED. Raises RuntimeError for others (param.check_labels).
-    chunk: tokens whose logits exist at once: they take chunk V/t e bytes.
+    chunk: the number of tokens whose logits exist at once. These take chunk V/t e bytes.
     loss_grad: the gradient that the result will get, a scalar tensor, 1 by default. Backward checks it.
 
-    Unless autograd is off, this call adds the gradient of `weight`. So call backward exactly once, on the result or on
-    something computed from it.
+    Unless autograd is off, this call adds the gradient of `weight` to its buffer, whether or not backward follows. So
+    call backward exactly once, on the result or on something computed from it. Without backward x would get no
+    gradient, and with two x would get twice the gradient, but the weight once.
     """
     vocab_size = len(weight) if vocab_size is None else vocab_size
     vocab = shard_slice(vocab_size, group.size, group.rank)
@@ -363,14 +372,16 @@ class LinearCrossEntropy(Function):
     def backward(ctx, grad):
         dx, loss_grad = ctx.saved_tensors
         torch._assert_async((grad == loss_grad).all(), "the loss's gradient is not loss_grad")  # the host does not wait
-        # Forward has added dW. This adds nothing, and only announces the use of the weight: if ZeRO-2 has freed the
-        # gradient buffer since forward, the bucket's `ready` needs a new one, of zeros.
+        # Forward has added dW, so this adds nothing. It only makes sure that the gradient buffer exists. After this
+        # backward, autograd's hook tells zero.py that the weight's gradient is complete, which may start a reduction of
+        # the buffer. If ZeRO-2 has reduced and freed the buffer since forward, this allocates a new one, of zeros.
         accumulate_grad(ctx.weight, lambda out: None, defer=False)
         return dx, *[None] * 7
 
 
 def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
-    """Combine the logsumexp and the label logit of every rank's columns into the full vocabulary's, in place."""
+    """Combine the logsumexp and the label's logit of every rank's columns into the values for the whole vocabulary, in
+    place."""
     largest = lse.clone()
     all_reduce(largest, group, MAX)
     sums = torch.stack((lse.sub_(largest).exp_(), label_logit))
@@ -382,7 +393,7 @@ def combine_statistics(lse: Tensor, label_logit: Tensor, group: Group) -> None:
 # ---- the kernel of cross-entropy: steps 2 and 3 ----------------------------------------------------------------------
 
 def cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient) -> None:
-    """Do the same as cross_entropy_, for the same arguments."""
+    """Do what cross_entropy_ does, in plain torch."""
     own, x = labels - first, logits.float()
     here, column = (own >= 0) & (own < x.shape[1]), own.clamp(0, x.shape[1] - 1)[:, None]
     if statistics:
@@ -397,18 +408,19 @@ def cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first,
 @triton.jit
 def cross_entropy_kernel(logits, labels, lse, label_logit, loss_grad, ignored, first, V, z_loss, BLOCK: tl.constexpr,
                          STATISTICS: tl.constexpr, GRADIENT: tl.constexpr):
-    """A program computes the row of one token: V logits, this rank's part of the vocabulary, from token `first` on.
+    """Each program computes the row of one token: V logits, this rank's part of the vocabulary, from token `first` on.
 
-    STATISTICS: store lse and the label's logit, or 0 if another rank has the label. This is the softmax of Milakov &
-        Gimelshein, in one pass: when a larger logit appears, the sum so far is scaled down.
-    GRADIENT: overwrite the logits with the loss's gradient. This reads the row a second time, from memory: long rows
-        do not stay in the L2 cache.
+    STATISTICS: store lse and the label's logit, or 0 if another rank has the label. lse is the online logsumexp of
+        Milakov & Gimelshein, which reads the row once. When a larger logit appears, the sum so far is scaled down.
+    GRADIENT: overwrite the logits with the loss's gradient. This reads the row a second time, from memory, because long
+        rows do not stay in the L2 cache.
     """
     t = tl.program_id(0)
     row, label = logits + tl.cast(t, tl.int64) * V, tl.load(labels + t)
-    own = label - first  # its column, if this rank has it
+    own = label - first  # the label's column, if this rank has it
     if STATISTICS:
-        # The label's logit first: after a reduction, faster warps may already have overwritten it with its gradient.
+        # Read the label's logit before the reductions, which make the warps wait for each other. After them, a faster
+        # warp may already have overwritten the logit with its gradient.
         tl.store(label_logit + t, tl.load(row + own, (own >= 0) & (own < V), other=0.0).to(tl.float32))
         largest, sum_exp = -float("inf"), 0.0
         for n in range(0, V, BLOCK):
@@ -435,8 +447,10 @@ def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Ten
                    z_loss: float, statistics: bool, gradient: bool) -> None:
     """Launch cross_entropy_kernel, or compute the same in torch.
 
-    statistics: write lse and label_logit [T], this rank's terms. gradient: overwrite logits [T, V/t] with their
-    gradient; lse must be complete. labels: [T]. loss_grad: []. first: the first token of this rank's vocabulary.
+    statistics: write lse and label_logit [T], this rank's terms.
+    gradient: overwrite logits [T, V/t] with their gradient. Without `statistics`, lse must hold the logsumexp over the
+        whole vocabulary.
+    labels: [T]. loss_grad: []. first: the first token of this rank's part of the vocabulary.
 
     The fallback is here, not around the whole loss, so that a rank whose kernel fails still joins the all-reduce that
     follows.
@@ -456,7 +470,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Ten
 def run_kernel_demo(demo: Callable[[], None]) -> None:
     """Run the demo of a file of kernels: on a GPU or, if there is none, in Triton's interpreter.
 
-    Triton reads TRITON_INTERPRET where a kernel is defined, so Python is started again with this variable.
+    For the interpreter, this starts Python again with TRITON_INTERPRET=1: see INTERPRETED.
     """
     if not (torch.cuda.is_available() or INTERPRETED):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
