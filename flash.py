@@ -13,10 +13,10 @@
 
 Documents or a window hide more tiles, and then the mask is applied to all tiles that are computed.
 
-Plain attention writes all scores, reads them for the softmax, and writes and reads its result: many bytes for few
-FLOPs. A tile of scores exists only in registers. The softmax of a row needs its largest score and the sum of
-its exponentials, so a program keeps a running maximum m_i and a running sum l_i. When a tile of keys has a larger
-score, everything so far is scaled down:
+Plain attention writes all scores, reads them for the softmax, and writes and reads the probabilities. That is many
+bytes for few FLOPs. Here a tile of scores exists only in registers. The softmax of a row needs the row's largest
+score and the sum of the row's exponentials, so a program keeps a running maximum m_i and a running sum l_i. When a
+tile of keys has a larger score, l_i and the result so far, acc, are scaled down:
 
     s = q_i k_j^T / sqrt(D)                         scores of this tile
     m_new = max(m_i, max s)                         alpha = exp(m_i - m_new)
@@ -30,8 +30,8 @@ The result is o_i = acc / l_i. Backward computes p again, from one number per ro
     dq_i += ds k_j / sqrt(D)                        in the dq kernel
     dk_j += ds^T q_i / sqrt(D),  dv_j += p^T do_i   in the dkv kernel
 
-With two kernels no two programs add to the same memory. So there are no atomics, every run gives the same bits, and
-backward has 7 matmuls instead of 5. Sums and exponentials are fp32.
+With two kernels no two programs add to the same memory. So there are no atomics, and every run gives the same bits.
+In return backward has 7 matmuls instead of 5, because each kernel computes s and ds. Sums and exponentials are fp32.
 
 Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2 (this order of loops); Milakov & Gimelshein 2018.
 Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows: queries, columns: keys.
@@ -52,13 +52,13 @@ from sdpa import attention_sdpa, sdpa_backward, sdpa_forward
 # ---- the plain version: the same loops in plain torch ---------------------------------------------------------------
 
 def flash_forward_reference(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of heads [..., S, D] in tiles of rows x columns. Returns o, and lse [..., S]."""
+    """Compute causal attention of heads [..., S, D] in tiles of rows x columns. Return o and lse [..., S]."""
     o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     for queries in tiles_of(q, rows):  # each iteration is a program of the forward kernel
         q_i = q[..., queries, :]
         m_i, l_i, acc = q.new_full(q_i.shape[:-1], -torch.inf), q.new_zeros(q_i.shape[:-1]), torch.zeros_like(q_i)
         for keys in tiles_of(k, columns):
-            if keys.start >= queries.stop:  # all later keys are hidden
+            if keys.start >= queries.stop:  # this tile and all later ones are hidden
                 break
             s = hide_later(q_i @ k[..., keys, :].mT * q.shape[-1] ** -0.5, queries, keys)
             m_new = torch.maximum(m_i, s.amax(-1))
@@ -73,7 +73,7 @@ def flash_forward_reference(q: Tensor, k: Tensor, v: Tensor, rows: int, columns:
 
 def flash_backward_reference(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rows: int,
                              columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv, each tile of scores twice."""
+    """Return dq, dk and dv, computing each tile of scores twice."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     scale, delta = q.shape[-1] ** -0.5, (do * o).sum(-1)
 
@@ -95,7 +95,7 @@ def flash_backward_reference(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Ten
 
 
 def tiles_of(x: Tensor, size: int) -> list[slice]:
-    """Return slices of `size` tokens of x [..., S, D]. The last one may be shorter."""
+    """Return slices that divide the S tokens of x [..., S, D] into tiles of `size`. The last one may be shorter."""
     S = x.shape[-2]
     return [slice(start, min(start + size, S)) for start in range(0, S, size)]
 
@@ -106,39 +106,41 @@ def hide_later(s: Tensor, queries: slice, keys: slice) -> Tensor:
     return s.where((j <= i[:, None]).to(s.device), -torch.inf)
 
 
-# The kernels compute this for any mask, for query heads that share key and value heads, and in 16 bits. They
-# skip hidden tiles, and apply the mask only where it decides.
+# The kernels compute this for any mask, for query heads that share key and value heads, and in 16 bits or fp32. They
+# skip hidden tiles. Without documents or a window, the forward and the dq kernel apply the mask only to tiles that it
+# hides in part.
 
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 class Tiles(NamedTuple):
-    """Launch options. A tile of scores has ROWS x COLUMNS, and num_stages - 1 tiles are loaded ahead."""
+    """Launch options. A tile of scores has ROWS queries and COLUMNS keys. num_stages - 1 tiles are prefetched."""
     ROWS: int
     COLUMNS: int
     num_warps: int
     num_stages: int
 
 
-# (kernel, padded head width) -> tiles in 16 bits. Numbers in comments are registers per thread. An SM has 65,536, so
-# two programs of 8 warps fit on it if a thread has up to 128 (docs/NOTES.md).
+# (kernel, padded head width) -> tiles in 16 bits. Comments say how many registers a thread needs. An SM has 65,536
+# registers, so two programs of 8 warps fit on it if a thread needs at most 128 (docs/NOTES.md). A thread can have 255:
+# what exceeds them is spilled to memory.
 TILES = {
     ("forward", 64): Tiles(128, 128, 8, 3),
-    ("forward", 128): Tiles(128, 64, 8, 3),  # 184: one program per SM, which waits for each matmul before its softmax
+    ("forward", 128): Tiles(128, 64, 8, 3),  # 184 registers, so one program per SM, and nothing overlaps its softmax
     ("forward", 256): Tiles(64, 64, 8, 2),
-    ("dq", 64): Tiles(128, 64, 8, 3),  # 124: two programs per SM
-    ("dq", 128): Tiles(128, 64, 8, 3),  # 210
+    ("dq", 64): Tiles(128, 64, 8, 3),  # 124 registers, so two programs per SM
+    ("dq", 128): Tiles(128, 64, 8, 3),  # 210 registers
     ("dq", 256): Tiles(64, 32, 8, 2),
     ("dkv", 64): Tiles(32, 128, 8, 2),
-    ("dkv", 128): Tiles(32, 128, 8, 2),  # dk and dv take 128 registers of 255: 64 rows of queries would be spilled
-    ("dkv", 256): Tiles(16, 64, 8, 2)}  # with documents 136 bytes a thread are spilled, with 32 rows 248
+    ("dkv", 128): Tiles(32, 128, 8, 2),  # dk and dv take 128 registers; with ROWS = 64 some would be spilled
+    ("dkv", 256): Tiles(16, 64, 8, 2)}  # with documents, 136 bytes per thread are spilled; with ROWS = 32, 248
 FP32_TILES = Tiles(32, 32, 4, 2)  # for heads up to 128 wide
-WIDE_FP32_TILES = Tiles(16, 16, 4, 1)
+WIDE_FP32_TILES = Tiles(16, 16, 4, 1)  # for heads up to 256 wide
 
 
 # ---- parts of kernels: loading a tile, hiding scores, finding visible keys ------------------------------------------
 # A tensor [B, heads, S, D] is one argument x of a kernel: x[0] is its address, and x[1:] are the strides of B, heads
-# and S. b and h are the numbers of a sequence and of a head. Offsets are 64 bits, because a tensor may have more
+# and S. b is the index of a sequence, and h the index of a head. Offsets are 64 bits, because a tensor may have more
 # than 2^31 elements. WIDTH is D, padded to a power of 2.
 
 @triton.jit
@@ -152,7 +154,7 @@ def tile_of(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.c
 
 @triton.jit
 def load_tile(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, EDGE: tl.constexpr):
-    """Load COUNT rows of a head. EDGE: some rows may not exist, and are 0."""
+    """Load COUNT rows of a head. EDGE: whether some rows may not exist. They are 0."""
     pointers, inside = tile_of(x, b, h, start, S, D, WIDTH, COUNT)
     if EDGE or D < WIDTH:
         return tl.load(pointers, inside, other=0.0)
@@ -172,7 +174,7 @@ def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: 
     """Replace the scores that operations.Mask hides, and scores of keys that do not exist, with `hidden`.
 
     i, j: the positions of queries and keys, one as a column, the other as a row.
-    i_document, j_document: their document numbers. j_document is None if there are no documents.
+    i_document, j_document: the document numbers of these tokens. j_document is None if there are no documents.
     """
     scores = tl.where(j < columns, scores, hidden)
     if CAUSAL:
@@ -186,10 +188,13 @@ def hide(scores, hidden, i, j, i_document, j_document, columns, offset, CAUSAL: 
 
 @triton.jit
 def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl.constexpr = 1024):
-    """Return the document numbers of a tile of `own` tokens, and the range, first and stop, of the other tokens that
-    may share a document with this tile.
+    """Return the document numbers of a tile, and the range, first to stop, of other tokens that may share a document
+    with the tile. If the tile is of queries, the other tokens are the keys, and the other way round.
 
-    This scans all `count` other tokens for numbers between the tile's smallest and largest. The range is narrow only if
+    own, others: document numbers of the tile's side, with own_count elements, and of the other side, with `count`.
+    start: the tile's first token. OWN: the number of its tokens. CHUNK: tokens of `others` that are read at once.
+
+    This scans all of `others` for numbers between the tile's smallest and largest. The range is narrow only if
     documents are contiguous.
     """
     tokens = start + tl.arange(0, OWN)
@@ -209,13 +214,16 @@ def find_span(own, start, own_count, others, count, OWN: tl.constexpr, CHUNK: tl
 @triton.jit
 def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """For a tile of queries from `start` on, return (its documents [ROWS, 1], masked_from, stop). They divide the keys:
+    """Return (documents [ROWS, 1], masked_from, stop) for the tile of queries that begins at `start`.
+
+    documents: the tile's document numbers. masked_from, stop: they divide the keys:
 
         mask                    keys before masked_from     from masked_from to stop    from stop on
         none, or causal         visible to all queries      the mask decides            hidden
-        documents or a window   hidden                      the mask decides            hidden
+        documents or a window   hidden, not unmasked        the mask decides            hidden
 
-    masked_from is a multiple of COLUMNS.
+    With documents or a window, masked_from is thus the first key that may be visible. It is rounded down to a multiple
+    of COLUMNS.
     """
     i_document, masked_from, stop = 0, columns, columns
     if CAUSAL:  # all queries see keys up to the first query, none sees keys after the last
@@ -232,11 +240,15 @@ def find_keys(b, start, q_documents, k_documents, rows, columns, offset, ROWS: t
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
-# A program is (a tile, a head h, a sequence b). Its loop over keys is written once and compiled twice, by
-# tl.static_range: with MASKED = 0 for keys before masked_from, and with MASKED = 1 from there to `stop`. With
-# documents or a window the first of the two is left out: see find_keys.
+# A program computes one tile of one head h of one sequence b. The loop over keys is written once and compiled
+# twice:
 #
-# scale: log2 e / sqrt(D), so that exp2 takes the place of exp. Scores, m_i and alpha are to base 2.
+#     for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2)       unrolled when the kernel is compiled
+#         MASKED = 0       keys before masked_from. Documents or a window hide these keys, so the condition
+#                          is 1, and the loop starts with MASKED = 1.
+#         MASKED = 1       keys from masked_from to `stop`
+#
+# scale: log2 e / sqrt(D), so that exp2 takes the place of exp. Scaled scores and m_i are logarithms to base 2.
 # group: N / K query heads share a key and value head. offset, CAUSAL, WINDOW: see operations.Mask.
 # lse, delta: [B, N, rows].
 
@@ -247,8 +259,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs compute 2^x, so exp(x) = 2^(x 
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group, rows, columns, offset,
                          D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                          CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program computes o_i and lse of a tile of queries."""
-    start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last tile has most keys, so it starts first
+    """Each program computes o_i and lse of a tile of queries."""
+    start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last tile has the most keys, so it starts first
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_document, masked_from, stop = find_keys(b, start_i, q_documents, k_documents, rows, columns, offset, ROWS,
@@ -270,8 +282,9 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group
                 j_document = tl.load(k_documents + b * columns + j, j < columns)[None, :] if DOCUMENTS else None
                 s = hide(s, -float("inf"), i[:, None], j[None, :], i_document, j_document, columns, offset, CAUSAL,
                          WINDOW)
-            # The new maximum, and probabilities relative to it. shift is m_new, or 0 while a row has seen no key.
+            # The new maximum, and probabilities relative to it.
             m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+            # While a row has seen no key, shift is 0: -inf minus -inf would be NaN.
             shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
             p = tl.exp2(s * scale - shift[:, None])
             # Scale the sums so far down, and add this tile.
@@ -289,7 +302,7 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group
 def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                     CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program computes dq_i of a tile of queries. It also writes delta, which flash_dkv_kernel reads."""
+    """Each program computes dq_i of a tile of queries. It also writes delta, which flash_dkv_kernel reads."""
     start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     DOCUMENTS: tl.constexpr = q_documents is not None
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -324,10 +337,11 @@ def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, sc
 def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
                      D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                      CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """A program computes dk_j and dv_j of a tile of keys. It loops over the queries of all heads that share them.
+    """Each program computes dk_j and dv_j of a tile of keys. It loops over the queries of all heads that share this key
+    and value head.
 
-    Tiles of scores are transposed, keys x queries. All are masked, because dk and dv take too many registers for a
-    second loop.
+    Tiles of scores are transposed, keys x queries. The mask is applied to every tile, because dk and dv take so many
+    registers that none are left for a second loop.
     """
     start_j = tl.program_id(0) * COLUMNS
     DOCUMENTS: tl.constexpr = q_documents is not None
@@ -374,6 +388,7 @@ def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, 
 def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple:
     """Return what kernels read: the mask, with document numbers of 32 bits, and the tensors, with the last dimension
     contiguous and any other strides. Raises AssertionError if tensors do not fit together."""
+    # k.shape[::3] is B and D, and x.shape[::2] is B and the number of tokens.
     assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
         f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
@@ -388,8 +403,8 @@ def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple
 
 
 def empty_heads(x: Tensor) -> Tensor:
-    """Allocate a tensor of the shape of x [B, N, S, D], with all heads of a token contiguous in memory, because the
-    matmul after attention needs them so."""
+    """Allocate a tensor of the shape of x [B, N, S, D]. All heads of a token are contiguous in memory, as the matmul
+    after attention needs them."""
     B, N, S, D = x.shape
     return x.new_empty(B, S, N, D).transpose(1, 2)
 
@@ -398,7 +413,7 @@ def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple
                  *per_row: Tensor) -> None:
     """Launch a program for each tile of queries of each head, or for each tile of keys if step is "dkv".
 
-    heads: q, k and others. per_row: lse, delta. WIDTH is at least 16, for tensor cores.
+    heads: q, k and others. per_row: lse, delta. WIDTH is at least 16, because tensor cores need that.
     """
     (B, N, rows, D), (_, K, columns, _) = heads[0].shape, heads[1].shape
     width = max(16, triton.next_power_of_2(D))
@@ -406,7 +421,7 @@ def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple
         tiles = TILES[step, max(64, width)]
     else:
         tiles = FP32_TILES if width <= 128 else WIDE_FP32_TILES
-    if step == "dkv" and D < width <= 128:  # the mask of padded columns takes registers of a tile loaded ahead
+    if step == "dkv" and D < width <= 128:  # masking padded columns needs the registers that prefetching would use
         tiles = tiles._replace(num_stages=1)
     grid = (triton.cdiv(columns, tiles.COLUMNS), K, B) if step == "dkv" else (triton.cdiv(rows, tiles.ROWS), N, B)
     launch(kernel, grid, *[(x, *x.stride()[:3]) for x in heads], *per_row, *(mask.documents or (None, None)),
@@ -415,10 +430,13 @@ def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
-    """Return o [B, N, rows, D], and lse [B, N, rows]: logsumexp of scores, fp32, -inf where a row sees no key.
+    """Return o [B, N, rows, D], and lse [B, N, rows]: logsumexp of scores, in fp32. It is -inf where a row sees no key.
 
-    q: [B, N, rows, D]. k, v: [B, K, columns, D], with K a divisor of N. Any strides. D is at most 256, and powers of 2
-    waste nothing. mask: document numbers are below 2^31. Raises AssertionError if tensors do not fit together.
+    q: [B, N, rows, D]. k, v: [B, K, columns, D], with K a divisor of N. Strides may be any. D is at most 256. It is
+        padded to a power of 2, so other widths waste work.
+    mask: document numbers must be below 2^31.
+
+    Raises AssertionError if tensors do not fit together.
     """
     mask, q, k, v = prepare(mask, q, k, v)
     o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -431,10 +449,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple
 
 def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                    mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, the same bits every time.
+    """Return dq, dk and dv, with the same bits in every run.
 
-    do, o and lse belong to all keys that the queries see, even if k and v are only some of them, as in context
-    parallelism (cp.py).
+    do, o, lse: of attention to all keys that the queries see, even if k and v are only a block of them, as in context
+        parallelism (cp.py).
     """
     mask, q, k, v, do, o = prepare(mask, q, k, v, do, o)
     assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
@@ -450,7 +468,7 @@ def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
 
 
 class FlashAttention(Function):
-    """flash_forward's o, differentiable. Saves q, k, v, o and lse: no scores."""
+    """flash_forward's o, differentiable. Saves q, k, v, o and lse, and no scores."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
@@ -465,7 +483,8 @@ class FlashAttention(Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Tensor:
-    """flash_forward's o, differentiable. If a kernel does not run here, torch's fused attention computes all of it."""
+    """Return flash_forward's o, differentiable. If one kernel does not run here, torch's fused attention computes both
+    forward and backward."""
     if any(name.startswith("flash_") for name in failed):
         return attention_sdpa(q, k, v, mask)
     return FlashAttention.apply(q, k, v, mask)
@@ -476,8 +495,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> Ten
 def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[bool]]:
     """Find by experiment which tiles of S x S scores the forward kernel computes.
 
-    Tile n of keys has NaN in column n of the values. The NaN reaches column n of the result in every row whose program
-    loads this tile, whether the mask hides it or not.
+    Tile n of keys has NaN in column n of the values, so the values are as wide as the number of tiles. The NaN reaches
+    column n of the result in every row whose program loads this tile, whether the mask hides the tile or not.
     """
     with torch.device("cpu" if triton.knobs.runtime.interpret else "cuda"):
         tiles = torch.eye(S // columns, dtype=torch.bool).repeat_interleave(columns, 0)[None, None]
@@ -486,6 +505,7 @@ def find_loaded_tiles(mask: Mask, S: int, rows: int, columns: int) -> list[list[
 
 
 def demo() -> None:
+    """Draw which tiles are computed under three masks, and compare the kernels with the plain version."""
     device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     sizes = torch.tensor([70, 60, 20, 106], device=device)
     documents = torch.arange(4, device=device).repeat_interleave(sizes)[None]
