@@ -14,22 +14,27 @@ w_kv_up makes the keys and values of all N heads from them at every use. `latent
 one sequence on one rank.
 
 The rotated part of a key comes from x directly, not from the latent. If it were rotated after w_kv_up, an inference
-engine could not fold w_kv_up into w_q_up and attend to latents (run/generate.py does not: it computes keys). All heads
-share this part, because otherwise N r numbers would be cached. Queries have a latent of their own or, with Q = 0, are
-computed from x by one matrix, wq.
+engine could not fold w_kv_up into w_q_up and attend to latents. (run/generate.py does not fold: it computes keys and
+values.) All heads share this part of the key, because otherwise N r numbers would be cached. Queries have a latent of
+their own or, with Q = 0, are computed from x by one matrix, wq.
 
-Symbols: H hidden, N query heads, B batch, S sequence, T = B S tokens; t tensor parallel and c context parallel ranks.
-         Widths: R latent of keys and values; Q latent of queries; r shared key; v value of a head; D query or key of a
-         head, whose last r numbers are rotated (DeepSeek: qk_nope + qk_rope).
+Symbols: H hidden, N query heads, K key and value heads of grouped queries, B batch; t tensor parallel and c context
+         parallel ranks.
+         S: length of a sequence. s = S/c: the tokens of a sequence that a context parallel rank has, its chunk.
+         T = B s: all tokens of the chunk. A tensor parallel rank has T/t of them between layers, or T without sequence
+         parallelism.
+         Widths: R, the latent of keys and values. Q, the latent of queries. r, the shared key. v, the value of a head.
+         D, the query or key of a head, whose last r numbers are rotated (DeepSeek: qk_nope + qk_rope).
 
 Saves: The KV cache has R + r numbers per token and layer, in place of 2 K D (python mla.py). Context parallel ranks
        send latents, in place of keys and values: see the table in cp.py.
-Costs: Every tensor parallel rank caches all R + r numbers, where grouped queries cache 2 K D / t, and stores the whole
-       matrices that make latents.
-       Every context parallel rank makes keys and values of all tokens, which is c times its share of this work.
-       Attention kernels take values as wide as keys, so values are padded with zeros. Attention's forward then has
-       2 D / (D + v) times the FLOPs: 1.2 for DeepSeek-V3.
-Stops helping when: nothing is generated, and c = 1. Training saves keys and values of all N heads, or recomputes them.
+Costs: Every tensor parallel rank caches all R + r numbers, where grouped queries cache 2 K D / t. It also stores the
+       whole matrices that make latents.
+       Every context parallel rank computes the keys and values of all tokens, which is c times its share of this work.
+       Attention kernels need values as wide as keys, so values are padded with zeros. Attention's forward then needs
+       2 D / (D + v) times as many FLOPs, which is 1.2 times for DeepSeek-V3.
+Stops helping when: nothing is generated, and c = 1. Then nothing is saved, because training saves the keys and values
+       of all N heads, or recomputes them.
 
 DeepSeek-AI 2024 (V2), section 2.1.
 """
@@ -50,7 +55,7 @@ from tp import ColumnParallelLinear, MakeParameter, RowParallelLinear, TensorPar
 def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tuple[Tensor, Tensor]:
     """Attend causally in one sequence x [S, H]. Return the result [S, H], and the numbers to cache, [S, R + r].
 
-    weights: by their names in the figure, and "wo".
+    weights: the matrices and norms by their names in the figure, and "wo".
     """
     S, N, D = len(x), model.heads, model.head_dim
     R, r, v = model.kv_lora_rank, model.rope_head_dim, model.value_dim
@@ -61,7 +66,7 @@ def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tup
     latent = F.rms_norm(latent, (R,), weights["kv_norm"], model.norm_eps)
     shared_key = rotate_pairs(shared_key[:, None], cos, sin)  # [S, 1, r]: one head
 
-    # Keys and values, computed from it.
+    # Keys and values, computed from what is cached.
     k, values = (latent @ weights["w_kv_up"].T).view(S, N, D - r + v).split([D - r, v], -1)
     keys = torch.cat((k, shared_key.expand(S, N, r)), -1)  # [S, N, D]
 
@@ -90,20 +95,25 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # ---- the layer: tensor and context parallel, with a cache -----------------------------------------------------------
 
-NO_EXCHANGE = TensorParallel()  # for linear layers that gather no tokens in forward, and sum no gradient in backward
+NO_EXCHANGE = TensorParallel()  # a group of one rank: layers neither gather tokens nor sum gradients over ranks
 
 
 class LatentAttention(nn.Module):
     """[T/t, H] -> [T/t, H], as latent_attention, for a batch of sequences and on a grid.
 
-    Tensor parallelism: A rank has N/t heads, and their rows of w_q_up and w_kv_up. The matrices and norms that make
-        latents are whole on every rank, and each rank applies them to the T/t tokens that it has between layers. So
-        their gradients are partial or replicated, like the gradients of a block's norms. `gather_with_grad` gathers the
-        latents and shared keys of all tokens. Each rank's heads give these a partial gradient, which its backward sums.
+    Tensor parallelism: A rank has N/t heads, and the rows of w_q_up and w_kv_up that belong to these heads. The
+        matrices and norms that make latents are whole on every rank, and each rank applies them to the tokens that it
+        has between layers. With sequence parallelism these are T/t tokens, so each rank's gradient of such a weight is
+        partial, one term of a sum over ranks. Without it every rank has the same T tokens, so the gradient is
+        replicated. The same holds for the gradients of a block's norms.
+        `gather_with_grad` gathers the latents and shared keys of all T tokens. Each rank's heads contribute a part of
+        their gradient, and gather_with_grad's backward sums these parts (by a reduce-scatter, or by an all-reduce
+        without sequence parallelism).
     Context parallelism: `gather_latents` gathers latents and shared keys over context parallel ranks.
     Generation: The cache keeps latents and shared keys.
 
-    norm_along: Spec.along of weights that are whole on every rank. std, out_std: of initial weights, and of wo.
+    norm_along: Spec.along of weights that are whole on every rank: {"tp": "partial"} or {"tp": "replicate"}.
+    std, out_std: standard deviation of initial weights, and of those of wo.
     """
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict, std: float, out_std: float):
@@ -118,7 +128,7 @@ class LatentAttention(nn.Module):
 
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
         self.widths = [R, r, Q]  # of the two down-projections of x: latent, shared key, latent of queries
-        self.head_widths = [D - r, v]  # of what w_kv_up makes for a head: k, value
+        self.head_widths = [D - r, v]  # of the two parts that w_kv_up computes for a head: k, value
         down = [spec("w_kv_down", R + r, H, norm_along)]
         if Q:
             down.append(spec("w_q_down", Q, H, norm_along))
@@ -130,29 +140,33 @@ class LatentAttention(nn.Module):
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=out_std))
 
     def forward(self, x: Tensor, context) -> Tensor:  # context: model.ForwardContext
-        # Latents, of the tokens that this rank has between layers. w_kv_down and w_q_down are one matmul.
+        # Latents of the tokens that this rank has between layers. w_kv_down and w_q_down are one matmul.
         latent, shared_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # each [T/t, width]
 
-        # Queries of this rank's heads, of all tokens.
+        # Queries of this rank's heads, for all T tokens of the chunk.
         h = self.q_norm(q_latent) if self.q_norm else x
         q = self.q_up(h, context.tp)  # [T, N D / t]
         if self.q_norm:
-            context.recompute.drop(h, q, self.q_norm, q_latent)  # frees h, and backward computes it again
+            # With --recompute selective, this frees h = self.q_norm(q_latent), once q has been computed from h. When
+            # the backward of q begins, h is computed again.
+            context.recompute.drop(h, q, self.q_norm, q_latent)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
 
-        # Latents and rotated shared keys, of this rank's sequence chunk, then of all tokens. This is the gather that
-        # the column parallel layer kv_up would do, moved to the narrow tensor before the rotation.
+        # Latents and shared keys of the chunk. As a column parallel layer, kv_up would gather the latents. They are
+        # gathered here instead, together with the shared keys, in one call. This comes before the rotation, because
+        # `angles` are those of all T tokens.
         own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
-        if context.cache is not None:  # latents take the place of its keys, and shared keys the place of its values
+        if context.cache is not None:  # the cache keeps latents as its keys, and shared keys as its values
             own = torch.cat(context.cache.extend(self.layer, *own.split(self.widths[:2], -1), self.window), -1)
-        latents = context.gather_latents(own)  # [B, S, 1, R + r], of all tokens
+        latents = context.gather_latents(own)  # [B, S, 1, R + r], of whole sequences
 
         # Keys and values of this rank's heads, and attention.
         keys_values = self.expand(latents)  # [B, N/t, S, 2D]
+        # context.attention has the attention function of each window (model.ForwardContext).
         o = context.attention[self.window](q, *keys_values.chunk(2, -1))
-        context.recompute.drop(keys_values, o, self.expand, latents)
+        context.recompute.drop(keys_values, o, self.expand, latents)  # freed until the backward of o begins
         return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
 
     def expand(self, latents: Tensor) -> Tensor:
@@ -170,7 +184,7 @@ class LatentAttention(nn.Module):
 # ---- demo: python mla.py --------------------------------------------------------------------------------------------
 
 def cached_numbers(model: Model) -> int:
-    """Return how many numbers the KV cache has per token and layer."""
+    """Return how many numbers the KV cache keeps per token and layer."""
     if model.kv_lora_rank:
         return model.kv_lora_rank + model.rope_head_dim
     return 2 * model.kv_heads * model.head_dim
