@@ -66,7 +66,7 @@ def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tup
     latent = F.rms_norm(latent, (R,), weights["kv_norm"], model.norm_eps)
     shared_key = rotate_pairs(shared_key[:, None], cos, sin)  # [S, 1, r]: one head
 
-    # Keys and values, computed from what is cached.
+    # Keys and values, computed from these cached numbers.
     k, values = (latent @ weights["w_kv_up"].T).view(S, N, D - r + v).split([D - r, v], -1)
     keys = torch.cat((k, shared_key.expand(S, N, r)), -1)  # [S, N, D]
 
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
     Generation: The cache keeps latents and shared keys.
 
     norm_along: Spec.along of weights that are whole on every rank: {"tp": "partial"} or {"tp": "replicate"}.
-    std, out_std: standard deviation of initial weights, and of those of wo.
+    std, out_std: standard deviation of the initial weights. out_std is for wo.
     """
 
     def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict, std: float, out_std: float):
@@ -154,8 +154,8 @@ class LatentAttention(nn.Module):
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
 
         # Latents and shared keys of the chunk. As a column parallel layer, kv_up would gather the latents. They are
-        # gathered here instead, together with the shared keys, in one call. This comes before the rotation, because
-        # `angles` are those of all T tokens.
+        # gathered here instead, together with the shared keys, in one call. The gather comes before the rotation,
+        # because `angles` belong to all T tokens.
         own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
         if context.cache is not None:  # the cache keeps latents as its keys, and shared keys as its values
