@@ -403,8 +403,8 @@ def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple
 
 
 def empty_heads(x: Tensor) -> Tensor:
-    """Allocate a tensor of the shape of x [B, N, S, D]. All heads of a token are contiguous in memory, as the matmul
-    after attention needs them."""
+    """Allocate a tensor of the shape of x [B, N, S, D]. All heads of a token are contiguous in memory, because the
+    matmul after attention needs that."""
     B, N, S, D = x.shape
     return x.new_empty(B, S, N, D).transpose(1, 2)
 
