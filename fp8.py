@@ -196,7 +196,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, height: int = 1) -> Quantised
 # ---- both copies of a matrix ----------------------------------------------------------------------------------------
 
 class Layouts(NamedTuple):
-    """The two copies of a matrix, one for each product of which it is a factor. None: this copy was not asked for.
+    """The two copies of a matrix, one for each product that has the matrix as a factor. None: not asked for.
 
                       X [T, K]            dY [T, N]           W [N, K]
         rowwise       X, for Y            dY, for dX          W, for Y
