@@ -322,8 +322,8 @@ def linear_cross_entropy(x: Tensor, weight: torch.nn.Parameter, labels: Tensor, 
     loss_grad: the gradient that the result will get, a scalar tensor, 1 by default. Backward checks it.
 
     Unless autograd is off, this call adds the gradient of `weight` to its buffer, whether or not backward follows. So
-    call backward exactly once, on the result or on something computed from it. Without backward x would get no
-    gradient, and with two x would get twice the gradient, but the weight once.
+    call backward exactly once, on the result or on something computed from it. Without backward, x would get no
+    gradient. After two backwards, x would have the gradient twice and the weight once.
     """
     vocab_size = len(weight) if vocab_size is None else vocab_size
     vocab = shard_slice(vocab_size, group.size, group.rank)
