@@ -291,6 +291,14 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
+def note(line: str) -> None:
+    """Say something about the data, by one of the ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        from tqdm import tqdm
+        tqdm.write(f"data: {line}", file=sys.stderr)
+        sys.stderr.flush()
+
+
 def tell_torchrun(line: str) -> None:
     """Let torchrun's report say why this rank failed. The file is what torch.distributed.elastic's @record would write.
     """

@@ -16,7 +16,7 @@ from torch.nn import Module
 from core import config
 from core.collectives import ALONE, Groups, all_reduce, receive, send
 from core.param import shard_slice
-from run.data import Codec
+from run.tokenizing import Codec
 
 
 class KVCache:

@@ -27,9 +27,10 @@ from plan import search
 from pp import Pipeline, profile_range
 from run import checkpoint, cli, device, faults, generate, huggingface
 from run.checkpoint import Saver
-from run.data import Codec, Corpus, MicroBatch, Samples, codec_of, open_samples
+from run.data import Corpus, MicroBatch, Samples, open_samples
 from run.log import GradientNoise, Log, profiling
 from run.ranks import HostCopy, agree, gather_objects, host_group, meet
+from run.tokenizing import Codec, codec_of
 
 BEFORE = "before the first step"
 

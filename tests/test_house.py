@@ -56,6 +56,10 @@ operations
 kernels
 recompute
 run.data
+run.tokenizing
+run.chat
+run.texts
+run.token_files
 plan.memory
 plan.costs
 run.timeline

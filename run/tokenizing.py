@@ -1,0 +1,421 @@
+"""Text to tokens and back, and files of documents to token files.
+
+    tokenizer.json    what a model's publisher trained: text -> ids
+    Codec             the same for a prompt and for what a model answers; bytes without a tokenizer
+    tokenize          files of texts and conversations -> tokens.bin, with tokenizer.json beside it
+    tokens_of         the same as a run begins, for a pretrained model and texts; kept for the next start
+
+Of a tokenizer.json only what turns text into ids counts. It may also carry what its publisher set for batches of
+requests, truncation and padding, which would cut a document and fill another up.
+
+A document begins with the tokenizer's separator. If the tokenizer has an end of its own, as Llama's, a document ends
+with it, and a model learns to end a text. If not, the next separator is the end that it learns.
+
+    large text        |------------- piece -------------|
+                                                 |------------- piece -------------|
+                                                 |..c..|   both have these characters, about a line's end
+
+A large text is encoded in pieces, which overlap. In the overlap both pieces must have the same tokens; the text is cut
+at a place c between two of them. Where they differ the two pieces are joined. So the tokens are those of the whole
+text, while memory holds a few pieces. The tokenizers library encodes these on all cores.
+"""
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from core import config
+from core.config import need
+from run.chat import Rendered, Span, Template
+from run.cli import note
+from run.texts import KINDS, Conversation, Document, Found, Text, documents, files_in, note_kinds, size_of
+from run.token_files import MAGICS, OUR_HEADER
+
+BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
+SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
+ENDS = {"<|begin_of_text|>": "<|end_of_text|>", "<s>": "</s>"}  # the end that belongs to a separator
+PIECE, OVERLAP = 2**16, 2**10  # characters of a large text that are encoded at once, and on each side of a cut
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+class Codec(NamedTuple):
+    """Text to tokens and back: by a tokenizer of the tokenizers library, or as bytes if that is None."""
+    separator: int | None  # the token that begins a document
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        content = text.encode(errors="surrogateescape")  # of a command line: its bytes, which may be no UTF-8
+        if self.tokenizer:
+            return self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
+        return list(content)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of --sample-prompt, which begins a document. Raises ValueError if the tokenizer has none."""
+        try:
+            tokens = [*([] if self.separator is None else [self.separator]), *self.encode(text)]
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
+        need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        if self.tokenizer:
+            return self.tokenizer.decode(tokens)
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def codec_of(corpus: Any, folder: str) -> Codec | None:
+    """By the tokenizer.json in the folder, "" for none; without it as bytes if the data is text; else None. corpus: a
+    run.data.Corpus. Raises ValueError for a tokenizer that is damaged, or has tokens that the corpus's vocabulary has
+    not."""
+    if folder:
+        path = os.path.join(folder, "tokenizer.json")
+        tokenizer = read_tokenizer(path)
+        most = largest_id(tokenizer)
+        need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab, or "
+                                  "give --sample-prompt=, which needs no tokenizer")
+        return Codec(None if corpus.is_text else corpus.separator, tokenizer)
+    return Codec(BYTES_SEPARATOR) if corpus.is_text else None
+
+
+def read_tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+    try:
+        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path}: is no tokenizer.json: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def largest_id(tokenizer: Any) -> int:
+    """The largest number of a token. There may be fewer tokens than this: some numbers are free in published ones."""
+    return max(tokenizer.get_vocab().values(), default=0)
+
+
+def same_tokenizer(one: Path, other: Path) -> bool:
+    """Whether two tokenizer.json files turn text into the same ids."""
+    if one.read_bytes() == other.read_bytes():
+        return True
+    contents = [json.loads(read_tokenizer(str(path)).to_str()) for path in (one, other)]
+    for content in contents:
+        for name in ("post_processor", "decoder", "truncation", "padding"):  # which change no id of a text
+            content.pop(name, None)
+    return contents[0] == contents[1]
+
+
+class Marks(NamedTuple):
+    """The tokens around a document."""
+    begin: int
+    end: int | None  # None: the next document's begin is the end
+    turn_end: int  # what ends an answer after which nothing is written
+
+
+def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
+    """name: of the token that begins a document; "": the one that is published."""
+    published = published_settings(path)
+    begin = separator_of(tokenizer, path, name)
+    ends = ENDS.get(tokenizer.id_to_token(begin), "")
+    if not ends and not name and tokenizer.id_to_token(begin) == published.get("bos_token"):
+        ends = published.get("eos_token") or ""
+    end = tokenizer.token_to_id(ends)
+    end = None if end == begin else end
+    turn_end = tokenizer.token_to_id(published.get("eos_token") or "")
+    turn_end = turn_end if turn_end is not None else end if end is not None else begin
+    return Marks(begin, end, turn_end)
+
+
+def published_settings(path: str) -> dict[str, str]:
+    """bos_token and eos_token of the tokenizer_config.json beside a tokenizer.json, as far as there are any."""
+    file = Path(path).parent / "tokenizer_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: content.get(name) for name in ("bos_token", "eos_token")}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in texts.items() if isinstance(token, str)}
+
+
+def separator_of(tokenizer: Any, path: str, name: str) -> int:
+    """The number of the token that begins a document: of this name; "": of the names that published tokenizers use, or
+    of the one that is published as their beginning of a text."""
+    names = (name,) if name else (*SEPARATORS, published_settings(path).get("bos_token") or SEPARATORS[0])
+    found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
+    need(found != [], f"{path}: has none of {', '.join(dict.fromkeys(names))}: name the token between documents with "
+                      "--separator")
+    return found[0]
+
+
+# ---- large texts in pieces ------------------------------------------------------------------------------------------
+
+@dataclass
+class Piece:
+    """A text to encode at once: a whole document, or a part of a large one."""
+    text: str
+    at: int = 0  # the place in the document of its first character
+    cut: int | None = None  # about where in the document the next piece takes over; None: the document ends
+    spans: list[Span] | None = None  # of a conversation: what is learned; None: all of a text
+
+
+@dataclass
+class Part:
+    """Tokens of a document, in order: of a whole one, or of a part of a large one."""
+    ids: list[int]
+    begins: bool  # a document
+    ends: bool
+    offsets: list[tuple[int, int]] = field(default_factory=list)
+    text: str = ""
+    spans: list[Span] | None = None
+
+
+def pieces_of(document: Text | Rendered) -> Iterator[Piece]:
+    """The pieces of a document. Those of a large text overlap by OVERLAP characters on each side of a cut, which is at
+    the last line's end in the second half of a piece, or at the end of the piece if there is none."""
+    if isinstance(document, Rendered):
+        yield Piece(document.text, spans=document.spans)
+        return
+    held, at, first = "", 0, 0  # the text from place `at` on; the last cut is at the place `first`
+    for text in in_blocks(document.pieces):
+        held += text
+        while len(held) > first - at + PIECE + OVERLAP:
+            begin = first - at
+            line_end = held.rfind("\n", begin + PIECE // 2, begin + PIECE) + 1
+            cut = line_end or begin + PIECE
+            yield Piece(held[:cut + OVERLAP], at, at + cut)
+            first = at + cut
+            kept = max(0, cut - OVERLAP)
+            held, at = held[kept:], at + kept
+    yield Piece(held, at)
+
+
+def in_blocks(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            yield text[start:start + PIECE]
+
+
+def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
+    """The tokens of pieces that follow each other, encoded some at a time, on all cores."""
+    room = PIECE * max(4, os.cpu_count() or 1)  # characters at a time
+    open_piece: tuple[Piece, Any] | None = None  # waits for the piece that takes over
+    skip = 0  # tokens of it that the piece before has given
+    for some in in_batches(pieces, room):
+        encodings = tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+        for piece, encoding in zip(some, encodings):
+            if open_piece is None:
+                begins, skip = True, 0
+            else:
+                before, encoding_before = open_piece
+                seam = find_seam(before, encoding_before, piece, encoding)
+                if seam is None:  # the two have different tokens about the cut: encode them as one
+                    joined = before.text[:piece.at - before.at] + piece.text
+                    piece = Piece(joined, before.at, piece.cut)
+                    encoding = tokenizer.encode(joined, add_special_tokens=False)
+                else:
+                    yield Part(encoding_before.ids[skip:seam[0]], begins, False)
+                    begins, skip = False, seam[1]
+            if piece.cut is None:
+                yield Part(encoding.ids[skip:], begins, True, encoding.offsets if piece.spans is not None else [],
+                           piece.text, piece.spans)
+                open_piece = None
+            else:
+                open_piece = piece, encoding
+
+
+def find_seam(one: Piece, its: Any, other: Piece, others: Any) -> tuple[int, int] | None:
+    """The number of the first token behind the cut in the encodings of two pieces, if half of the overlap on each side
+    of it has the same tokens at the same places in both; else None."""
+    near, found = [], []
+    for piece, encoding in ((one, its), (other, others)):
+        starts = np.array([start for start, _ in encoding.offsets]) + piece.at
+        inside = np.flatnonzero((starts >= one.cut - OVERLAP // 2) & (starts < one.cut + OVERLAP // 2))
+        near.append([(encoding.ids[i], int(starts[i])) for i in inside])
+        behind = np.flatnonzero(starts >= one.cut)
+        found.append(int(behind[0]) if len(behind) else len(starts))
+    return (found[0], found[1]) if near[0] == near[1] and near[0] else None
+
+
+def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= room or len(batch) == 4096:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def targets_of(part: Part) -> np.ndarray:
+    """Which tokens of a document the model learns to predict, bool; and, last, whether it learns the document's end."""
+    is_target = np.ones(len(part.ids) + 1, bool)
+    if part.spans is None:
+        return is_target
+    is_target[:] = False
+    starts = np.array([start for start, _ in part.offsets], np.int64)
+    stops = np.array([stop for _, stop in part.offsets], np.int64)
+    for span in part.spans:
+        is_target[:-1] |= (span.start <= starts) & (starts < span.stop)
+        if not span.ends:  # up to the first token that says something, of the next message's marker
+            after = np.flatnonzero(starts >= span.stop)
+            says = [i for i in after if part.text[starts[i]:stops[i]].strip()]
+            last = says[0] + 1 if says else len(part.ids) + 1
+            is_target[after[0] if len(after) else len(part.ids):last] = True
+    return is_target
+
+
+# ---- token files ----------------------------------------------------------------------------------------------------
+
+def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "",
+             ignored: Iterable[str] = ()) -> tuple[int, int]:
+    """Write the tokens of files of text and records, a separator before each document; beside them the tokenizer, a
+    mask if not all tokens are targets, and the starts of documents if some have the separator inside. Returns how many
+    tokens and targets there are. ignored: keys of records.
+
+    Raises ValueError naming a file that is missing or cannot be read.
+    """
+    need(Path(out).suffix == ".bin", f"--out {out}: its name must end in .bin")
+    marks = marks_of(read_tokenizer(tokenizer_path), tokenizer_path, separator)
+    found = [each for path in paths for each in files_in(Path(path))]
+    return write_tokens(found, tokenizer_path, Path(out), marks, ignored)
+
+
+def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: Marks,
+                 ignored: Iterable[str] = ()) -> tuple[int, int]:
+    """`tokenize` for files that are found. The tokenizers library uses all cores."""
+    tokenizer, beside = read_tokenizer(tokenizer_path), target.parent / "tokenizer.json"
+    for each in found:
+        need(each.kind != "tokens", f"{each.path}: has tokens already")
+    note_kinds([KINDS[each.kind] for each in found], found)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
+         f"{beside}: is another tokenizer: use another folder for --out")
+    kind = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.uint32)
+    bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, delay=2, total=sum(size_of(each.path) for each in found))
+    try:
+        with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar:
+            documents_of_all = chain.from_iterable(documents(each, bar.update, ignored) for each in found)
+            pieces = chain.from_iterable(map(pieces_of, with_template(documents_of_all, tokenizer_path)))
+            for part in encoded(pieces, tokenizer):
+                writer.add(part)
+            need(writer.targets > 0, f"{' '.join(str(each.path) for each in found)}: no conversation has a message of "
+                                     "the role assistant that is to be learned")
+            writer.finish()
+            if not beside.exists():
+                shutil.copy(tokenizer_path, beside)
+            mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
+            mask.unlink(missing_ok=True)  # of a file that is replaced
+            starts.unlink(missing_ok=True)
+            if writer.targets < writer.count:
+                writer.mask.rename(mask)
+            if writer.needs_starts:
+                writer.starts.rename(starts)
+            writer.tokens.rename(target)
+    except OSError as error:
+        raise ValueError(f"{error.filename or target}: {error.strerror}") from None
+    return writer.count, writer.targets
+
+
+def with_template(given: Iterable[Document], tokenizer_path: str) -> Iterator[Text | Rendered]:
+    """The documents as text: conversations by the template, which is read at the first of them."""
+    template = None
+    for document in given:
+        if isinstance(document, Conversation):
+            template = template or Template(tokenizer_path)
+            yield from template.documents(document)
+        else:
+            yield document
+
+
+class Writer:
+    """Writes the files of tokens, mask and starts in a folder."""
+
+    def __init__(self, folder: Path, marks: Marks, kind: np.dtype):
+        self.marks, self.kind = marks, kind
+        self.tokens, self.mask, self.starts = folder / "tokens", folder / "mask", folder / "starts"
+        self.count = self.targets = 0
+        self.needs_starts = False
+        self.first_tokens = array("q")  # of each document
+        self.stream, self.mask_stream = open(self.tokens, "wb"), open(self.mask, "wb")
+        self.stream.write(np.zeros(1, OUR_HEADER).tobytes())
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stream.close()
+        self.mask_stream.close()
+
+    def add(self, part: Part) -> None:
+        """Append tokens. A separator before a document's first is no target in a conversation, and is left out where a
+        chat template begins with it."""
+        marks, ids, targets = self.marks, part.ids, targets_of(part)
+        learns_end, targets = targets[-1], targets[:-1]
+        if part.begins:
+            self.first_tokens.append(self.count)
+            if ids[:1] != [marks.begin]:
+                ids, targets = [marks.begin, *ids], np.concatenate(([part.spans is None], targets))
+        if part.ends and part.spans is None and marks.end is not None:
+            ids, targets = [*ids, marks.end], np.append(targets, True)
+        if part.ends and part.spans is not None and learns_end:
+            ids, targets = [*ids, marks.turn_end], np.append(targets, True)
+        self.needs_starts |= marks.begin in ids[int(part.begins):]
+        self.stream.write(np.array(ids, self.kind).tobytes())
+        self.mask_stream.write(targets.astype(bool).tobytes())
+        self.count, self.targets = self.count + len(ids), self.targets + int(targets.sum())
+
+    def finish(self) -> None:
+        """Write the header and the starts, and wait until the disk has all."""
+        magic = MAGICS[self.targets < self.count, self.needs_starts]
+        self.stream.seek(0)
+        self.stream.write(np.array([(magic, self.count, self.kind.itemsize, self.marks.begin)], OUR_HEADER).tobytes())
+        with open(self.starts, "wb") as starts_stream:
+            self.first_tokens.tofile(starts_stream)
+            for written in self.stream, self.mask_stream, starts_stream:
+                written.flush()
+                os.fsync(written.fileno())
+
+
+# ---- texts for a pretrained model -----------------------------------------------------------------------------------
+
+def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: str = "") -> Path:
+    """The token file of these texts and conversations, which the first process that asks for it writes, and the others,
+    and later runs, find. beside: a folder of checkpoints, beside which it lies; "": in the user's cache."""
+    digest = hashlib.blake2b(separator.encode(), digest_size=8)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file = Path(tokenizer_path).with_name(name)
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    for each in found:
+        what = each.path.resolve(), size_of(each.path), each.path.stat().st_mtime_ns, each.kind
+        digest.update(repr(what).encode(errors="surrogateescape"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "penteract")
+    folder = Path(os.path.abspath(beside) + ".tokens" if beside else cache, digest.hexdigest())
+    tokens = folder / "tokens.bin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            with contextlib.suppress(OSError):  # not every shared file system has locks: there all ranks do the work
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not tokens.is_file():
+                note(f"tokenizing it with {tokenizer_path}; later runs find the tokens in {folder}")
+                write_tokens(found, tokenizer_path, tokens,
+                             marks_of(read_tokenizer(tokenizer_path), tokenizer_path, separator))
+    except OSError as error:
+        raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
+    return tokens
