@@ -35,10 +35,12 @@ from core import config, rules
 from core.collectives import ALONE
 from plan import search
 from run import checkpoint, cli, data, generate, job
-from run.data import Corpus, codec_of
+from run.chat import CHATML_MARKERS
+from run.data import Corpus
 from run.log import Log
 from run.meter import Meter
 from run.ranks import host_group
+from run.tokenizing import codec_of
 
 ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
@@ -791,7 +793,7 @@ def published(tmp_path_factory) -> Path:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     tokenizer.train_from_iterator([Path(train.__file__).read_text()],
                                   trainers.BpeTrainer(
-                                      vocab_size=400, special_tokens=["<unk>", "<|endoftext|>", *data.CHATML_MARKERS]))
+                                      vocab_size=400, special_tokens=["<unk>", "<|endoftext|>", *CHATML_MARKERS]))
     tokenizer.save(str(folder / "tokenizer.json"))
     transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,

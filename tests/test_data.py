@@ -14,8 +14,10 @@ import transformers
 from runs import run
 
 from core import rules
-from run import data
-from run.data import BYTES_SEPARATOR, MAGIC, OUR_HEADER, Corpus, MicroBatch, Samples, shuffled
+from run import chat, data, texts, token_files, tokenizing
+from run.data import Corpus, MicroBatch, Samples, shuffled
+from run.token_files import MAGIC, OUR_HEADER
+from run.tokenizing import BYTES_SEPARATOR, Codec, codec_of
 
 
 def llm_c(*numbers: int) -> bytes:
@@ -57,7 +59,7 @@ def test_of_a_folder_text_is_read_as_bytes_or_else_token_files_and_nothing_hidde
 
 def test_the_default_text_is_the_standard_library_without_its_tests():
     root = Path(os.__file__).parent
-    files = {file.relative_to(root) for file in data.standard_library()}
+    files = {file.path.relative_to(root) for file in texts.standard_library()}
     assert {Path("os.py"), Path("json/decoder.py")} <= files and all(file.suffix == ".py" for file in files)
     assert not {"test", "tests", "idle_test", "site-packages"} & {part for file in files for part in file.parts}
 
@@ -74,7 +76,7 @@ def test_token_files_of_every_format_are_mapped_and_not_read(tmp_path, kind, dty
     assert everything(Corpus(files, 128256, dtype.__name__, separator=3))[1] == [3]
     assert everything(Corpus([str(tmp_path)], 128256, dtype.__name__)) == everything(corpus)
     assert corpus.read(2, 4)[0].tolist() == [2, 3, 4, mark]  # across files
-    assert all(isinstance(array, np.memmap) for array in corpus.arrays)
+    assert all(isinstance(array[:1], np.memmap) for array in corpus.arrays)
 
 
 def npy(array) -> bytes:
@@ -244,7 +246,7 @@ def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
         batch = samples.micro_batch([0, 1, 2])
         assert batch.tokens.flatten().tolist() == list(range(10, 22))
         assert batch.labels.tolist() == [[-100, -100, 13, 14], [-100, -100, 17, 18], [-100, 20, -100, -100]]
-    assert all(isinstance(mask, np.memmap) for mask in samples.corpus.masks)
+    assert all(isinstance(mask[:1], np.memmap) for mask in samples.corpus.masks)
     assert samples.step(0, 4, 2, 0, 2, end=1)[0].labels.tolist() == [[-100, -100, 13, 14], [-100] * 4]
 
 
@@ -253,7 +255,7 @@ def test_a_token_with_a_mask_of_0_is_read_and_is_no_label(tmp_path):
     (np.ones(10, np.int64), "a.mask: has 80 bytes for the 10 tokens"), (np.ones(0), "a.mask: has 0 bytes for the 10"),
     (None, "a.mask: is missing: {folder}/a.bin was written with a mask beside it")])
 def test_a_mask_of_another_length_or_kind_or_none_is_named_in_one_line(tmp_path, mask, says):
-    (tmp_path / "a.bin").write_bytes(ours(10, 2, data.MAGIC_MASKED) + bytes(20))
+    (tmp_path / "a.bin").write_bytes(ours(10, 2, token_files.MAGIC_MASKED) + bytes(20))
     if mask is not None:
         mask.tofile(tmp_path / "a.mask")
     with pytest.raises(ValueError, match=one_line(f"{tmp_path}/{says.format(folder=tmp_path)}")):
@@ -329,30 +331,35 @@ def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count,
     for i in range(130):
         (tmp_path / "texts" / f"{i:03d}").write_text(f"w{count - 1 - i} w{i + 2}\n")
     wanted = [token for i in range(130) for token in (0, count - 1 - i, i + 2)]
-    assert data.tokenize([str(tmp_path / "texts")], path, str(out)) == (3 * 130, 3 * 130)
+    assert tokenizing.tokenize([str(tmp_path / "texts")], path, str(out)) == (3 * 130, 3 * 130)
     corpus = Corpus([str(out)], count)
     assert everything(corpus) == (wanted, list(range(0, 390, 3))) and corpus.arrays[0].dtype == dtype
     assert sorted(file.name for file in out.parent.iterdir()) == ["tokenizer.json", "tokens.bin"]
-    codec = data.codec_of(corpus, str(out.parent))
+    codec = codec_of(corpus, str(out.parent))
     assert codec.separator == 0 and codec.encode("w9 w7") == [9, 7] and codec.decode([9, 7]) == "w9 w7"
 
 
-@pytest.mark.parametrize("names, wanted", [
-    (["[SEP]", "</s>", "<s>"], "<s>"), (["<|end_of_text|>", "<|begin_of_text|>"], "<|begin_of_text|>"),
-    (["<|endoftext|>", "<s>"], "<|endoftext|>"), (["[PAD]", "[SEP]"], "[SEP]"), (["</s>"], "</s>")])
-def test_separators_are_those_that_published_tokenizers_put_first(tmp_path, names, wanted):
-    """As Llama 2, Llama 3, GPT-2, BERT and T5 do, of the tokens that they have."""
+@pytest.mark.parametrize("names, begin, end", [
+    (["[SEP]", "</s>", "<s>"], "<s>", "</s>"), (["<|end_of_text|>", "<|begin_of_text|>"], "<|begin_of_text|>",
+                                                "<|end_of_text|>"),
+    (["<|endoftext|>", "<s>"], "<|endoftext|>", ""), (["[PAD]", "[SEP]"], "[SEP]", ""), (["</s>"], "</s>", ""),
+    (["<s>", "a"], "<s>", ""), (["<eos>", "<bos>"], "<bos>", "<eos>"), (["x", "<bos>"], "<bos>", "")])
+def test_a_document_begins_and_ends_as_published_tokenizers_have_it(tmp_path, names, begin, end):
+    """As Llama 2, Llama 3, GPT-2, BERT, T5 and Gemma do, of the tokens that they have. An end of its own is learned."""
     path, text, out = tokenizer_of(tmp_path / "tokenizer.json", *names, "?"), tmp_path / "text", tmp_path / "out.bin"
-    text.write_text("a")
-    data.tokenize([str(text)], path, str(out))
-    assert everything(Corpus([str(out)], 9))[0] == [names.index(wanted), len(names)]
-    data.tokenize([str(text)], path, str(out), separator="?")  # a second time, by name
+    settings = dict(bos_token="<bos>", eos_token=dict(content="<eos>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text.write_text("a!")
+    tokenizing.tokenize([str(text)], path, str(out))
+    tokens, _, targets = Corpus([str(out)], 9).read(0, len(Corpus([str(out)], 9)))
+    assert tokens.tolist() == [names.index(begin), len(names), *([names.index(end)] if end else [])] and targets.all()
+    tokenizing.tokenize([str(text)], path, str(out), separator="?")  # a second time, by name
     assert Corpus([str(out)], 9).separator == len(names)
 
 
 def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     path, other = (tokenizer_of(tmp_path / name, *words) for name, words in (
-        ("tokenizer.json", ["<s>", "?", *data.CHATML_MARKERS]), ("other.json", ["a", "?"])))
+        ("tokenizer.json", ["<s>", "?", *chat.CHATML_MARKERS]), ("other.json", ["a", "?"])))
     good, bad, asked, out = (tmp_path / name for name in ("good.txt", "bad.txt", "asked.jsonl", "out/tokens.bin"))
     good.write_text("a")
     bad.write_bytes(b"ab\xff\xfe")
@@ -366,23 +373,23 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
             (([str(good)], path, str(out.with_suffix(".npy"))), f"--out {out.with_suffix('.npy')}: its name must end "),
             (([str(good)], other, str(tmp_path / "t.bin"), "a"), f"{path}: is another tokenizer: use another folder")):
         with pytest.raises(ValueError, match=one_line(says)):
-            data.tokenize(*arguments)
+            tokenizing.tokenize(*arguments)
     assert not list(out.parent.glob("*")) and not (tmp_path / "t.bin").exists()
     (tmp_path / "t.bin").touch()
     with (patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")),
           pytest.raises(ValueError, match=f"^{tmp_path}/t.bin: No space left on device$")):
-        data.tokenize([str(good)], path, str(tmp_path / "t.bin"))
+        tokenizing.tokenize([str(good)], path, str(tmp_path / "t.bin"))
     assert (tmp_path / "t.bin").read_bytes() == b"" and not [*tmp_path.glob("tmp*")]
 
 
 def test_a_prompt_of_which_nothing_stays_is_refused(tmp_path):
     tokenizer = tokenizers.Tokenizer.from_file(tokenizer_of(tmp_path / "tokenizer.json", "b", "a", "?"))
-    assert data.Codec(7, tokenizer).prompt("a") == [7, 1] and data.Codec(None, tokenizer).prompt("a") == [1]
+    assert Codec(7, tokenizer).prompt("a") == [7, 1] and Codec(None, tokenizer).prompt("a") == [1]
     with pytest.raises(ValueError, match="^--sample-prompt ' ': the tokenizer has no token for it$"):
-        data.Codec(None, tokenizer).prompt(" ")
+        Codec(None, tokenizer).prompt(" ")
     tokenizer.model = tokenizers.models.WordLevel({"a": 1})  # which has no token for other words
     with pytest.raises(ValueError, match="^--sample-prompt 'b': the tokenizer cannot read it: .* Missing .UNK."):
-        data.Codec(None, tokenizer).prompt("b")
+        Codec(None, tokenizer).prompt("b")
 
 
 @pytest.mark.parametrize("name", ["checkpoint-dir", "metrics", "export-hf", "profile", "memory-snapshot"])
@@ -424,7 +431,7 @@ def tokenized(tmp_path):
 
     def tokenized(*records) -> tuple[list[int], list[bool]]:
         Path(lines).write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
-        count, _ = data.tokenize([lines], path, out)
+        count, _ = tokenizing.tokenize([lines], path, out)
         tokens, _, targets = Corpus([out], 300).read(0, count)
         return tokens.tolist(), targets.tolist()
     return tokenized
@@ -475,26 +482,31 @@ def test_a_published_chat_template_is_used_and_its_targets_are_those_of_transfor
     assert want["input_ids"][0] == 0 and sum(want["assistant_masks"]) > 20
 
 
+KEYS = "its keys are {}: want text; messages; conversations; prompt and completion; or instruction and output"
+
+
 @pytest.mark.parametrize("record, says", [
-    ("{", "JSONDecodeError: Expecting property name"), ("[1]", "TypeError: list ind"), ("7", "TypeError: argument of"),
-    ("[" * 99_999, "RecursionError: "), (dict(text="a"), "KeyError: 'prompt'"), (dict(messages=[]), "ValueError: "),
-    (dict(messages=[dict(role="user")]), "KeyError: 'content'"), (dict(messages="hello"), "TypeError: string indices"),
-    (dict(prompt="a", completion=["b"]), "ValueError: a role and a content must be text"),
-    (dict(prompt="\ud800", completion="b"), "UnicodeEncodeError: "), (dict(messages=TURNS[2:]), "ValueError: ")])
-def test_what_is_no_conversation_is_named_by_its_line_and_nothing_is_written(tokenized, tmp_path, record, says):
+    ("{", "is no JSON: Expecting property name"), ("[1]", "is no record: want a JSON object"), ("7", "is no record: "),
+    ("[" * 99_999, "is no JSON: "), (dict(question="a", answer="b"), KEYS.format("question, answer")),
+    (dict(prompt="a", chosen="b", rejected="c"), KEYS.format("prompt, chosen, rejected")), ({}, KEYS.format("none")),
+    (dict(messages=[]), "messages must be a list of messages"), (dict(messages="hello"), "Expecting value"),
+    (dict(messages=[dict(role="user")]), "a message of the role user must have a content, which must be text"),
+    (dict(messages=[dict(role="user", content=3)]), "a message of the role user must have a content"),
+    (dict(messages=[dict(role=3, content="a")]), "a role must be text"), (dict(text=3), "text must be text"),
+    (dict(messages=[dict(role="alien", content="a")]), "the role alien is unknown: want one of system, "),
+    (dict(messages=[dict(role="user", content=[dict(type="image")])]), "a part of a content is no text: images"),
+    (dict(prompt="a", completion=["b"]), "a part of a content is no text"),
+    (dict(text="\ud800"), "'utf-8' codec can't encode"),
+    (dict(prompt="\ud800", completion="b"), "'utf-8' codec can't encode")])
+def test_what_is_no_record_is_named_by_its_line_and_nothing_is_written(tokenized, tmp_path, record, says):
     tokenized(dict(messages=TURNS))
     before = {file: file.read_bytes() for file in tmp_path.glob("tok*")}
-    with pytest.raises(ValueError, match=one_line(f"{tmp_path}/chat.jsonl: line 2 is no conversation: {says}")):
+    with pytest.raises(ValueError, match=one_line(f"{tmp_path}/chat.jsonl: line 2: {says}")):
         tokenized(dict(messages=TURNS), record)
     assert {file: file.read_bytes() for file in tmp_path.glob("t*")} == before
 
 
-def test_a_template_that_hides_where_an_answer_ends_is_refused(tokenized, tmp_path):
-    """Such as one that leaves out the thoughts of all but the last answer."""
-    template = "{% for m in messages %}{{ '<think>' if loop.last }}{{ m.content }}{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match="line 1 is no conversation: ValueError: the chat template writes an"):
-        tokenized(dict(messages=TURNS))
+def test_a_damaged_template_is_named(tokenized, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json: its chat template cannot be read: [^\n]+$"):
         tokenized(dict(messages=TURNS))
@@ -505,16 +517,16 @@ def test_text_that_replaces_conversations_takes_their_mask_away_and_may_stand_be
     tokens, targets = tokenized(dict(messages=TURNS))
     Path(text).write_text("Yes.")
     before = [0, *tokenizers.Tokenizer.from_file(path).encode("Yes.").ids]
-    data.tokenize([text, chat], path, out)
+    tokenizing.tokenize([text, chat], path, out)
     both = Corpus([out], 300).read(0, len(before + tokens))
     assert both[0].tolist() == before + tokens and both[2].tolist() == [True] * len(before) + targets
-    assert data.tokenize([text], path, out) == (len(before), len(before))
+    assert tokenizing.tokenize([text], path, out) == (len(before), len(before))
     assert not (tmp_path / "tokens.mask").exists() and Corpus([out], 300).read(0, len(before))[2].all()
 
 
 def test_without_a_tokenizer_text_is_bytes_and_tokens_are_not_sampled(tmp_path):
-    codec = data.codec_of(Corpus([__file__], 257), "")
-    assert codec == data.Codec(BYTES_SEPARATOR)
+    codec = codec_of(Corpus([__file__], 257), "")
+    assert codec == Codec(BYTES_SEPARATOR)
     assert codec.encode("hé") == [104, 195, 169] and codec.encode("h\udcff") == [104, 255]
     assert codec.decode([256, 104, 195, 169, 300, 195]) == "hé\ufffd"  # what is no text is marked
-    assert data.codec_of(Corpus([token_file(tmp_path / "a.bin", [1])], 9), "") is None
+    assert codec_of(Corpus([token_file(tmp_path / "a.bin", [1])], 9), "") is None
