@@ -224,7 +224,8 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
                      groups: Groups) -> torch.Tensor:
     """Run the forwards and backwards of a step: gradients of the mean loss over all valid tokens of the global batch.
 
-    Returns this mean, [1]. With multi-token prediction, whose loss is added times its weight, returns both means, [2].
+    Returns this mean, [1], nan if no token has a loss. With multi-token prediction, whose loss is added times its weight, returns
+    both means, [2].
     Every loss is divided by a count of the whole global batch, over all ranks and micro-batches: token losses by the
     tokens that have a loss, auxiliary losses of experts by the sequences. So each gradient is a plain sum over
     micro-batches and ranks.
@@ -233,9 +234,9 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
     sequences = sum(len(batch.tokens) for batch in micro_batches) * dp
     token_counts = sum(batch.count_labels() for batch in micro_batches)  # tokens that have a loss, [1] or [2]
     all_reduce(token_counts, groups["data"])
-    token_counts = token_counts.clamp(min=1).to(acc_dtype(model.execution.dtype))  # min=1 avoids 0/0
+    token_counts = token_counts.to(acc_dtype(model.execution.dtype))
     # The model returns sums of token losses. The gradient of each sum is 1 / count, in fp16 times the loss scale.
-    loss_grad = optimizer.scale_loss(1 / token_counts)
+    loss_grad = optimizer.scale_loss(1 / token_counts.clamp(min=1))  # min=1 avoids 1 / 0
     loss_grad[1:].mul_(model.mtp_weight)
     aux_loss_scale = optimizer.scale_loss(1 / sequences)
     loss_sums = torch.zeros_like(token_counts)
@@ -262,7 +263,7 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
     optimizer.finish_step()  # waits for the reductions of gradients
     all_reduce(loss_sums, groups["data"])
     all_reduce(loss_sums, groups["pp"])  # only the rank with the last stage has the losses, the others have zeros
-    return loss_sums / token_counts
+    return loss_sums / token_counts  # nan if no token has a loss: there is no mean
 
 
 def update_balance(model: Llama, groups: Groups, updated: torch.Tensor, sequences: int) -> dict[str, torch.Tensor]:

@@ -430,7 +430,7 @@ def finish(run: Run) -> None:
 
 def validation_loss(run: Run) -> float | None:
     """The mean loss over the first samples: --eval-steps global batches (of a ramp's first size), or all there are.
-    None if the run is asked to end meanwhile."""
+    None if the run is asked to end meanwhile, or if none of their tokens is a target."""
     sequences, samples = run.settings.batch.ramp()[0][0], run.validation
     end = min(run.settings.data.eval_steps * sequences, samples.spans)
 
@@ -440,13 +440,17 @@ def validation_loss(run: Run) -> float | None:
                 return
             yield micro_batches(run, samples, first, sequences, end)
     loss = mean_loss(run.model, run.pipeline, global_batches(), run.groups)
+    if loss is None and not run.guard.stopping:
+        faults.warn(f"no validation loss: none of the tokens of the {end:,} samples that are evaluated is a target",
+                    run.groups["world"])
     return None if run.guard.stopping else loss
 
 
 @torch.no_grad()
 def mean_loss(model: torch.nn.Module, pipeline: Pipeline, global_batches: Iterable[list[MicroBatch]],
-              groups: Groups) -> float:
-    """The mean loss over all valid tokens of all ranks' micro-batches. Every rank must have the same number of them."""
+              groups: Groups) -> float | None:
+    """The mean loss over all valid tokens of all ranks' micro-batches; None if there are none. Every rank must have the
+    same number of micro-batches."""
     summed = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # losses, tokens
 
     def forward(given: list[MicroBatch], stage: int, k: int, x: torch.Tensor | None) -> torch.Tensor:
@@ -461,7 +465,8 @@ def mean_loss(model: torch.nn.Module, pipeline: Pipeline, global_batches: Iterab
         engine.run(partial(forward, given), model.boundary_shape(given[0].tokens), model.execution.dtype)
     for axis in ("data", "pp"):
         all_reduce(summed, groups[axis])
-    return (summed[0] / summed[1].clamp(min=1)).item()
+    loss, tokens = summed.tolist()
+    return loss / tokens if tokens else None
 
 
 def rewind(run: Run) -> None:

@@ -38,10 +38,10 @@ class Log:
         has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         self.peak = machines.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
         self.flops = costs.flops_by_convention(settings)  # per token: mfu, mfu_causal and hfu
-        self.last_loss: float | None = None  # of the last step of this process; None before its first
+        self.last_loss: float | None = None  # of the last step of this process with a target; None before its first
         self.last_lap = 0.0
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
-        self.metrics_begun = self.metrics_failed = False
+        self.metrics_begun = self.metrics_failed = self.said_empty = False
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, model, samples) -> None:
@@ -98,7 +98,12 @@ class Log:
             skipped=skipped)
 
     def write(self, record: dict) -> None:
-        self.last_loss = record["loss"]
+        empty = math.isnan(record["loss"]) and math.isfinite(record["grad_norm"])  # which is 0, not that of nan
+        if empty and self.is_first_rank and not self.said_empty:
+            say(f"warning: step {record['step']} has no loss: none of its tokens is a target (said once)")
+        self.said_empty |= empty
+        if self.last_loss is None or math.isnan(self.last_loss) or not empty:
+            self.last_loss = record["loss"]
         if "val_loss" in record:
             self.print_validation_loss(record["step"] + 1, record["val_loss"])
         if self.is_first_rank and math.isfinite(record.get("noise_trace", math.nan)):
@@ -119,7 +124,9 @@ class Log:
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
         if self.is_first_rank and self.last_loss is not None:
-            print(f"trained {steps} steps on {tokens:,} tokens: last loss {self.last_loss:.4f} nats per token")
+            nothing_learned = self.said_empty and math.isnan(self.last_loss)
+            loss = "no target" if nothing_learned else f"last loss {self.last_loss:.4f} nats per token"
+            print(f"trained {steps} steps on {tokens:,} tokens: {loss}")
             late = self.noise[len(self.noise) // 2:]
             trace = sum(trace for trace, _ in late)
             gradient2 = sum(gradient2 for _, gradient2 in late)
