@@ -224,8 +224,8 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
                      groups: Groups) -> torch.Tensor:
     """Run the forwards and backwards of a step: gradients of the mean loss over all valid tokens of the global batch.
 
-    Returns this mean, [1], nan if no token has a loss. With multi-token prediction, whose loss is added times its weight, returns
-    both means, [2].
+    Returns this mean, [1], nan if no token has a loss. With multi-token prediction, whose loss is added times its
+    weight, returns both means, [2].
     Every loss is divided by a count of the whole global batch, over all ranks and micro-batches: token losses by the
     tokens that have a loss, auxiliary losses of experts by the sequences. So each gradient is a plain sum over
     micro-batches and ranks.
