@@ -371,7 +371,7 @@ class Writer:
             self.first_tokens.append(self.count)
             if ids[:1] != [marks.begin]:
                 ids, targets = [marks.begin, *ids], np.concatenate(([part.spans is None], targets))
-        if part.ends and part.spans is None and marks.end is not None:
+        if part.ends and part.spans is None and marks.end is not None and ids[-1:] != [marks.end]:
             ids, targets = [*ids, marks.end], np.append(targets, True)
         if part.ends and part.spans is not None and learns_end:
             ids, targets = [*ids, marks.turn_end], np.append(targets, True)
