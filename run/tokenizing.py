@@ -244,10 +244,11 @@ def find_seam(one: Piece, its: Any, other: Piece, others: Any) -> tuple[int, int
     for piece, encoding in ((one, its), (other, others)):
         starts = np.array([start for start, _ in encoding.offsets]) + piece.at
         inside = np.flatnonzero((starts >= one.cut - OVERLAP // 2) & (starts < one.cut + OVERLAP // 2))
-        near.append([(encoding.ids[i], int(starts[i])) for i in inside])
+        ids = np.array(encoding.ids)  # which the library makes anew at each use
+        near.append((ids[inside].tolist(), starts[inside].tolist()))
         behind = np.flatnonzero(starts >= one.cut)
         found.append(int(behind[0]) if len(behind) else len(starts))
-    return (found[0], found[1]) if near[0] == near[1] and near[0] else None
+    return (found[0], found[1]) if near[0] == near[1] and near[0][0] else None
 
 
 def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
