@@ -367,16 +367,18 @@ class Optim:
 class Data:
     """What the model is trained and evaluated on."""
     data: list = setting([], help=(
-        "Training data: text (files or folders), or token files (.bin, .npy). Without this flag, the sources of "
-        "Python's standard library."))
+        "Training data: text and records (files or folders), or token files (.bin, .npy). Without this flag, the "
+        "sources of Python's standard library. With --init-from, text is tokenized by the model's tokenizer.json, "
+        "else read as bytes."))
     data_weights: str = setting("", help=(
         "Mix the paths of --data by weights: with 3,1, of every 4 samples 3 are from the first path and 1 is from the "
         "second. Without weights, the paths are read as one stream, one after the other."))
     data_dtype: str = setting("auto", choices=("auto", "uint16", "uint32"), help=(
-        "Data type of the tokens in .bin files without a header. auto: uint16 if --vocab allows it, else uint32."))
+        "Data type of the tokens in .bin files without a header. auto: the 4 or 8 bytes per token that the file itself "
+        "shows, otherwise uint16 if --vocab allows it, else uint32."))
     separator: int = setting(-1, auto=True, help=(
-        "The token that begins each document in token files. auto: the one that the file format names; if it names "
-        "none, each file is one document."))
+        "The token that begins each document in token files. auto: documents begin where the file, or an index beside "
+        "it, says so; if neither does, each file is one document."))
     mask_documents: bool = setting(False, help=(
         "Let a token attend to its own document only, and count positions anew in each document."))
     val_data: list = setting([], "Validation data: text or token files, on which the loss is evaluated.")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.config import need
+from run.cli import note
 from run.texts import Conversation
 
 CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -62,12 +63,22 @@ class Template:
                 raise ValueError(line) from None
             if self.tokenizer.chat_template:
                 self.template = None  # which of its templates is used depends on the tools
+                self.note_unknown_markers(tokenizer_path)
             else:
                 missing = [marker for marker in CHATML_MARKERS if marker not in self.tokenizer.get_vocab()]
                 need(not missing, f"{tokenizer_path}: has no token {' and no token '.join(missing)}, and no chat "
                                   "template lies beside it: put the model's chat_template.jinja or "
                                   "tokenizer_config.json there, or use a tokenizer with these tokens")
         self.probed: dict[str, tuple[bool, str]] = {}
+
+    def note_unknown_markers(self, tokenizer_path: str) -> None:
+        """Say which markers of the published template are no tokens, as of a template that is another model's."""
+        templates = self.tokenizer.chat_template
+        templates = templates.values() if isinstance(templates, dict) else [templates]
+        written = set(re.findall(r"<\|[^|<>{}\s]+\|>", " ".join(templates)))
+        if unknown := sorted(written - self.tokenizer.get_vocab().keys()):
+            note(f"{tokenizer_path}: has no token {', '.join(unknown)}, which the chat template writes: a model learns "
+                 "their pieces")
 
     # ---- what a conversation becomes
 
