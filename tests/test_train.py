@@ -25,7 +25,8 @@ from core.groups import build_groups
 from model import Llama
 from plan import costs, search
 from run import checkpoint, cli, device, dryrun, generate, job, log
-from run.data import Codec, open_samples
+from run.data import open_samples
+from run.tokenizing import Codec
 
 ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --seq-len 32 --warmup 2"
