@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 from core.config import need
 from run.cli import note
-from run.texts import Conversation
+from run.texts import BOOKKEEPING, Conversation
 
 CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 CHATML_MARKERS = "<|im_start|>", "<|im_end|>"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers finds them
+LINKS = BOOKKEEPING | {"tool_call_id"}  # keys of messages that say nothing which a model would read
 PROBES = "Zq7Xk", "8jWv"  # answers that no template changes, and that begin differently
 
 
@@ -70,6 +71,7 @@ class Template:
                                   "template lies beside it: put the model's chat_template.jinja or "
                                   "tokenizer_config.json there, or use a tokenizer with these tokens")
         self.probed: dict[str, tuple[bool, str]] = {}
+        self.noted: set[str] = set()  # keys of messages that the template does not use, and that may be left out
 
     def note_unknown_markers(self, tokenizer_path: str) -> None:
         """Say which markers of the published template are no tokens, as of a template that is another model's."""
@@ -153,12 +155,18 @@ class Template:
         keys = {(message["role"], key) for message in conversation.messages for key in message.keys() - {
             "role", "content"} if message[key] not in ("", [], {})}
         for role, key in sorted(keys):
+            if key in self.noted:
+                continue
             messages = [{name: value for name, value in message.items() if (message["role"], name) != (role, key)}
                         for message in conversation.messages]
             try:
                 is_used = self.write(Conversation(messages, conversation.weights, conversation.variables)) != written
             except Exception:  # the template needs the key
                 is_used = True
+            if not is_used and key in LINKS:
+                note(f"{conversation.where}: the chat template does not use the key {key} of messages (said once)")
+                self.noted.add(key)
+                continue
             need(is_used, f"the chat template does not use the key {key} of a message of the role {role}: take it out, "
                           f"or leave it out by `tokenize --ignore {key}`")
 

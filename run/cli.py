@@ -5,6 +5,7 @@ is read and checked before torch is imported, so that a wrong flag is answered a
 library alone. run/checkpoint.py writes the run.json that is read here.
 """
 import contextlib
+import contextvars
 import hashlib
 import json
 import os
@@ -291,9 +292,12 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
+speaking = contextvars.ContextVar("speaking", default=False)  # whether this rank does what no other one does
+
+
 def note(line: str) -> None:
-    """Say something about the data, by one of the ranks."""
-    if os.environ.get("RANK", "0") == "0":
+    """Say something about the data, by the first rank, or by the one that alone knows it."""
+    if os.environ.get("RANK", "0") == "0" or speaking.get():
         from tqdm import tqdm
         tqdm.write(f"data: {line}", file=sys.stderr)
         sys.stderr.flush()

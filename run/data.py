@@ -258,8 +258,10 @@ class Samples:
         digest = hashlib.blake2b(np.diff(self.corpus.starts).astype(np.int64).tobytes(), digest_size=16)
         block = min(1024, len(self.corpus))
         for start in np.linspace(0, len(self.corpus) - block, 64, dtype=np.int64):
-            tokens, _, targets = self.corpus.read(int(start), block)
+            tokens, begins, targets = self.corpus.read(int(start), block)
             digest.update(tokens.tobytes() + (b"" if targets.all() else targets.tobytes()))
+            if any(file.starts is not None for file in self.corpus.opened):
+                digest.update(begins.tobytes())
         sources = [[stop - start, weight] for _, start, stop, weight in self.corpus.sources]
         return dict(files=len(self.corpus.files), tokens=len(self.corpus), hash=digest.hexdigest(), seq=self.seq,
                     seed=self.seed, separator=self.corpus.separator, sources=sources if len(sources) > 1 else [])
@@ -374,6 +376,8 @@ def tokenizer_of(settings: config.Config) -> str:
     if run.resume:
         folder = (cli.resumed_run(run.resume, run.checkpoint_dir) or {}).get("tokenizer", "")
     has_one = folder != "" and os.path.isfile(os.path.join(folder, "tokenizer.json"))
+    need(has_one or not (run.resume and folder), f"--resume {run.resume}: {folder} has no tokenizer.json any more, by "
+                                                 "which the run before read its text")
     if run.init_from and not has_one:
         note(f"{run.init_from} has no tokenizer.json, so text is read as bytes, which its model may never have seen")
     return folder if has_one else ""

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from core import config
 from core.config import need
 from run.chat import Rendered, Span, Template
-from run.cli import note
+from run.cli import note, speaking
 from run.texts import KINDS, Conversation, Document, Found, Text, documents, files_in, note_kinds, size_of
 from run.token_files import MAGICS, OUR_HEADER
 
@@ -414,9 +414,11 @@ def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: s
             with contextlib.suppress(OSError):  # not every shared file system has locks: there all ranks do the work
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not tokens.is_file():
+                speaking.set(True)
                 note(f"tokenizing it with {tokenizer_path}; later runs find the tokens in {folder}")
                 write_tokens(found, tokenizer_path, tokens,
                              marks_of(read_tokenizer(tokenizer_path), tokenizer_path, separator))
+                speaking.set(False)
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
     return tokens
