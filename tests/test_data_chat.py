@@ -287,3 +287,24 @@ def test_a_prompt_that_begins_a_thought_which_answers_lack(folder):
     (_, runs), = learned(folder, dict(messages=[dict(role="user", content="a"), dict(
         role="assistant", content="<think>hm</think>b")]))
     assert runs == [("<|endoftext|><|user|>a<|eot|><|assistant|>", "b<|eot|>")]
+
+
+def test_what_only_links_or_names_messages_is_left_out_and_said_once(folder, capsys):
+    """As every tool's answer has it in the format of OpenAI; and where a record is from, once for each file."""
+    publish(folder, CHATML)
+    messages = [dict(role="user", content="2 + 2?", id=1), dict(role="assistant", content="", tool_calls=CALL),
+                dict(role="tool", content="4", tool_call_id="c1"), dict(role="assistant", content="4")]
+    plain = [{key: value for key, value in message.items() if key not in ("id", "tool_call_id")}
+             for message in messages]
+    got = learned(folder, *[dict(messages=messages, source="web", id=i) for i in range(3)])
+    said = capsys.readouterr().err
+    assert got == learned(folder, *[dict(messages=plain)] * 3)
+    for key in "id", "tool_call_id":
+        assert said.count(f"line 1: the chat template does not use the key {key} of messages (said once)") == 1
+    assert re.search(r"chat.jsonl: not read, of its records: (source \(3\), id \(3\)|id \(3\), source \(3\))\n", said)
+
+
+def test_markers_that_are_no_tokens_are_named(folder, capsys):
+    publish(folder, "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}<|eot|>{% endfor %}")
+    learned(folder, dict(prompt="a", completion="b"))
+    assert f"{folder}/tokenizer.json: has no token <|turn|>, which the chat template writes" in capsys.readouterr().err

@@ -203,7 +203,8 @@ def in_order(samples: data.Samples, number: int) -> int:
 
 
 def test_texts_that_change_are_tokenized_anew_and_conversations_have_a_mask(published, tmp_path, monkeypatch, capfd):
-    """Without --checkpoint-dir in the user's cache."""
+    """Without --checkpoint-dir in the user's cache. Whichever rank comes first does it, and says so."""
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     flags = f"--init-from {published} --seq-len 8 --global-batch 1 --steps 1 --sample-prompt="
     chat = tmp_path / "chat.jsonl"
