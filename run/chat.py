@@ -4,17 +4,17 @@
     text         <|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\nIt is 4.<|im_end|>\\n
     span                                                                ^^^^^^^^^^^^^^^^^^^^^^
 
-What an assistant says, and its end, are the targets. A template with `{% generation %}` marks says itself which text
-that is. Of another one each answer is written as a model would generate it: what comes before is the conversation so
-far with the prompt for an answer, and the span is what the template adds when the answer is there.
+What an assistant says, and its end, are the targets. If a template has `{% generation %}` marks, the marks say which
+text that is. If not, we write each answer as a model would generate it. Before it comes the conversation so far, with
+the prompt for an answer; the span is the text that the template adds when the answer is there.
 
 Some templates write an answer in another way once more messages follow: Qwen 3's leaves the thoughts out. Then the text
 as generated is no beginning of the whole text, and the answer is a document of its own, with all that precedes it.
 Answers whose texts continue each other are in one document.
 
-An answer that ends before anything is written, because the next message's marker is its end, gets more targets: the
-first token of that marker, or after the last message the tokenizer's end of a text. Else a model would never learn to
-stop. Without a template the text is ChatML, as above.
+Some templates write no end of an answer: the next message's marker is the end. Then the first token of this marker is
+a target, too. After the last message it is the tokenizer's end of a text. Without this target a model would not learn
+to stop. If no template is published, the text is ChatML, as above.
 """
 import os
 import re
@@ -34,8 +34,8 @@ PROBES = "Zq7Xk", "8jWv"  # answers that no template changes, and that begin dif
 
 
 class Span(NamedTuple):
-    """Characters start .. stop of a text, which are targets. ends: whether the end of the answer is among them; else
-    the next token is, too."""
+    """Characters start .. stop of a text, which are targets. ends: whether they contain the end of the answer. If they
+    do not, the token after them is a target, too."""
     start: int
     stop: int
     ends: bool = True
@@ -47,7 +47,7 @@ class Rendered(NamedTuple):
 
 
 class Template:
-    """The chat template beside a tokenizer, else ChatML. tokenizer_path: "" for bytes, which are ChatML's.
+    """The chat template beside a tokenizer, or ChatML if there is none. tokenizer_path: "" for ChatML in bytes.
 
     Raises ValueError if the tokenizer lacks ChatML's markers: pieces of a marker would be learned as text.
     """
@@ -85,7 +85,7 @@ class Template:
     # ---- what a conversation becomes
 
     def documents(self, conversation: Conversation) -> list[Rendered]:
-        """The documents of a conversation. Raises ValueError for what the template cannot write, or does not use."""
+        """Return the documents of a conversation. Raises ValueError if the template fails, or ignores a key."""
         try:
             written = self.write(conversation)
             self.check_all_is_used(conversation, written)
@@ -189,7 +189,7 @@ class Template:
     def probe(self, variables: dict[str, Any]) -> tuple[bool, str]:
         """(whether the template writes something after an answer, which is its end; the prompt for an answer).
 
-        It is asked with a short conversation. Of a template that refuses it we assume an end, and no prompt.
+        We ask with a short conversation. If the template refuses it, we assume that it has an end and no prompt.
         """
         source = self.source(variables)
         if source not in self.probed:

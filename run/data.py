@@ -106,7 +106,7 @@ class Corpus:
         need(self.separator is None or 0 <= self.separator < vocab,
              f"{self.files[0]}: separates documents by token {self.separator}, outside of 0..{vocab - 1}: raise "
              "--vocab, or give --separator")
-        self.by_separator = separator != -1  # as asked, whatever the format says
+        self.by_separator = separator != -1  # asked for: it overrides the format
         self.starts = np.cumsum([0] + [len(array) for array in self.arrays])
         self.sources, first = [], 0
         mixed = zip(paths, map(len, found_of), weights) if weights else [("the data", len(files), 1)]
@@ -171,15 +171,15 @@ def find(paths: list[str]) -> list[list[Found]]:
 
 
 def kind_of(found_of: list[list[Found]], paths: list[str]) -> str:
-    """"text" or "tokens", of which all files must be. Files of text and of records are text."""
+    """Return "text" or "tokens". All files must be of one kind; files of records count as text."""
     kinds = {"tokens" if file.kind == "tokens" else "text" for found in found_of for file in found}
     need(len(kinds) == 1, f"{' '.join(paths)}: text and token files (.bin, .npy) are mixed: give one kind")
     return kinds.pop()
 
 
 def read_text(file: Found) -> TokenFile:
-    """A file of text or records as bytes, uint16, with a separator before each document. The bytes of a text are those
-    of the file, so they need not be UTF-8."""
+    """Read a file of text or records as bytes, uint16, with a separator before each document. The bytes of a text are
+    taken as they are, so they need not be UTF-8."""
     is_plain = file.kind == "text" and file.path.suffix.lower() not in PACKED
     if is_plain and encoding_of(head_of(file.path, 4)) in ("utf-8", "utf-8-sig"):
         content = np.fromfile(file.path, np.uint8)
@@ -369,8 +369,8 @@ def check_apart(settings: config.Config, paths: list[str]) -> None:
 
 
 def tokenizer_of(settings: config.Config) -> str:
-    """The folder with the tokenizer.json of the weights that the run begins with; "" if there is none. A resumed run's
-    is that of the run before."""
+    """Return the folder with the tokenizer.json of the weights that the run begins with, "" if there is none. A resumed
+    run keeps the tokenizer of the run before."""
     run = settings.run
     folder = run.init_from
     if run.resume:

@@ -12,7 +12,7 @@
     {"prompt": "…", "completion": "…"}                             two messages, or two lists of messages
     {"instruction": "…", "input": "…", "output": "…"}              as Alpaca has it: instruction, newline, input; output
 
-Large texts are read in pieces. Of a folder, files that are not read are named, with the reason.
+Large texts are read in pieces. Files of a folder that are not read are named, with the reason.
 """
 import codecs
 import contextlib
@@ -31,7 +31,7 @@ from run.cli import note
 from run.token_files import cannot_be_read
 
 BLOCK = 2**18  # bytes of a text that are read at a time
-HEAD = 2**20  # bytes in which the first line of a file shows what the file is
+HEAD = 2**20  # bytes at the beginning of a file, whose first line shows the kind of the file
 TOKEN_SUFFIXES = ".bin", ".npy"
 COMPANIONS = (".mask", ".starts", ".idx")  # files beside token files that are read with them
 TOKENIZER_NAMES = ("tokenizer", "vocab.json", "merges.txt", "special_tokens_map", "added_tokens", "chat_template")
@@ -73,7 +73,7 @@ Progress = Callable[[int], Any]  # is told how many more bytes of the files have
 
 
 class Found(NamedTuple):
-    """A file or a folder to read, and what it is read as."""
+    """A file or a folder to read, and how."""
     path: Path
     kind: str  # tokens, text, lines, json, parquet, datasets
     given: bool  # named by the user, not found in a folder
@@ -100,8 +100,10 @@ def documents(found: Found, progress: Progress = lambda count: None, ignored: It
 
 def document_of(record: Any, where: str = "", ignored: set[str] = frozenset(),
                 unread: dict[str, int] | None = None) -> Document:
-    """The document that a record is. unread: counts keys that say nothing to a model. Raises ValueError for a record of
-    an unknown shape, and for a key that nothing reads."""
+    """Turn a record into a document. unread: counts the keys that are no part of it.
+
+    Raises ValueError for a record of an unknown shape, and for a key that nothing reads.
+    """
     if is_messages(record):
         record = {"messages": record}
     need(isinstance(record, dict), f"is no record: want a JSON object with {WANTED}")
@@ -172,8 +174,10 @@ def messages_in(record: dict[str, Any], shape: str) -> list[dict[str, Any]]:
 
 
 def checked(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the keys role and content and without those that are null. Its content is text, or is missing
-    where the message has something else to say."""
+    """Return a message with the keys role and content, and without keys that are null.
+
+    The content is text. It may be missing if the message has another key, such as tool_calls.
+    """
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message:
         asked = message.pop("from", None)
@@ -210,8 +214,11 @@ def weight_of(message: dict[str, Any]) -> int | None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 def files_in(path: Path) -> list[Found]:
-    """The file; of a folder its token files if it has any, else all its files of text and records. What is not read is
-    named on stderr, with the reason."""
+    """Return the files to read at a path: the file, or the files of a folder.
+
+    If a folder has token files, only they are read; if it has none, all its files of text and records are. Files that
+    are not read are named on stderr, with the reason.
+    """
     need(path.exists(), f"{path}: no such file or folder")
     if path.is_file():
         return [Found(path, kind_of(path, given=True), given=True)]
@@ -240,11 +247,11 @@ def files_in(path: Path) -> list[Found]:
 
 
 def walk(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
-    """All files in a folder, sorted, with those that links lead to; and those that are left out, by the reason."""
+    """Return all files in a folder, sorted, and the files that are left out, by the reason. Links are followed."""
     inside, seen = [], set()
     left_out: dict[str, list[Path]] = {"hidden": [], NOWHERE: [], NO_FILE: [], TWICE: []}
     for here, folders, names in os.walk(folder, followlinks=True):
-        for place in (folder, *(Path(here, name) for name in folders)):  # os.walk passes over what it cannot read
+        for place in (folder, *(Path(here, name) for name in folders)):  # os.walk skips unreadable folders silently
             need(os.access(place, os.R_OK | os.X_OK), f"{place}: cannot be read: Permission denied")
         seen.add(os.path.realpath(here))
         for name in sorted(folders):
@@ -293,14 +300,14 @@ def named(files: list[Path], most: int = 5) -> str:
 
 
 def kind_of_folder(folder: Path) -> str:
-    """"datasets" for a folder that save_to_disk has written, else ""."""
+    """Return "datasets" for a folder that save_to_disk has written, and "" for any other folder."""
     is_set = (folder / "dataset_dict.json").is_file() or (
         (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file())
     return "datasets" if is_set else ""
 
 
 def kind_of(file: Path, given: bool) -> str:
-    """What a file is read as: by its name, or where that says nothing by its first line."""
+    """Return the kind of a file: by its name, or by its first line if the name says nothing."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in TOKEN_SUFFIXES:
         return "tokens"
@@ -352,7 +359,7 @@ def standard_library() -> list[Found]:
 
 
 def note_kinds(kinds: list[str], found: list[Found]) -> None:
-    """Say what each file is read as. kinds: of each, in words."""
+    """Say how each file is read. kinds: the kind of each file, in words."""
     by_kind: dict[str, list[Path]] = {}
     for kind, each in zip(kinds, found):
         by_kind.setdefault(kind, []).append(each.path)

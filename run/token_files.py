@@ -8,11 +8,11 @@ The last two are written where they are needed. Without a mask all tokens are ta
 at every separator, the token that the header names. Starts are needed where a text, or the template of a conversation,
 has that token inside a document: no value of a token says where a document begins.
 
-Other formats that are read: .npy, one dimension, integers; llm.c's .bin, with a header of 256 int32; Megatron's .bin
-with its .idx; .bin without a header. What a token takes in the last one, its bytes show: see `width_in`.
+We also read .npy (one dimension of integers), llm.c's .bin with its header of 256 int32, Megatron's .bin with its .idx,
+and .bin without a header. For the last, `width_in` finds out from the bytes how wide a token is.
 
-Files are memory-mapped, so their size does not matter. A corpus keeps few of them open at once, as it may have more
-files than a process may open.
+Files are memory-mapped, so their size does not matter. A corpus keeps few of them open at once, because it may have
+more files than a process may open.
 """
 import errno
 from collections.abc import Callable
@@ -36,7 +36,7 @@ MEGATRON, OLD_MEGATRON = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # by the number in an .idx
 OPEN_AT_ONCE = 32  # arrays of a corpus; each keeps a file descriptor
 BLOCK_BYTES, BLOCKS = 2**15, 64  # which show the width of a token
-EVIDENCE = 16  # tokens other than 0, all of which would be at every second place by chance
+EVIDENCE = 16  # so many tokens other than 0 would not all be at even places by chance
 
 
 # ---- arrays in files ------------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ class TokenFile:
     read_as: str = ""
 
     def begins(self, first: int, tokens: np.ndarray) -> np.ndarray:
-        """Which of these tokens, those from number `first` on, begin a document. Without starts and without a separator
-        the file is one document."""
+        """Return which of these tokens begin a document. first: the number of the first of them. Without starts and
+        without a separator, the file is one document."""
         if self.starts is None and self.separator is not None:
             return tokens == self.separator
         begins, starts = np.zeros(len(tokens), bool), np.zeros(1, np.int64) if self.starts is None else self.starts[:]
@@ -101,8 +101,9 @@ class TokenFile:
 
 
 def open_token_file(file: Path, dtype: str, vocab: int, open_array: Callable) -> TokenFile:
-    """Map a .bin or .npy file. dtype: of a .bin without a header; auto: what its bytes show, else what fits the
-    vocabulary. Raises ValueError naming the file that is empty, truncated or in another format."""
+    """Map a .bin or .npy file. dtype: the type of tokens in a .bin without a header. auto: its bytes decide, and if
+    they show nothing, the vocabulary. Raises ValueError naming the file that is empty, truncated or in another format.
+    """
     if file.suffix.lower() == ".npy":
         found = open_npy(file, open_array)
     else:
@@ -168,10 +169,10 @@ def dtype_of(file: Path, dtype: str, vocab: int) -> np.dtype:
 
 
 def width_in(file: Path, vocab: int) -> int:
-    """The bytes of a token, 8 or 4, of which all but the low ones are 0 in every token; 0 if there is no such width.
+    """Return 8 or 4 if the file is tokens of that many bytes, all inside the vocabulary; 0 if neither fits.
 
-    In 16-bit tokens every second one would have to be 0, and no other: not even a file with many zeros is like that,
-    but one in which almost all are. So at least EVIDENCE tokens must not be 0. Blocks all over the file are read.
+    A file of 16-bit tokens fits only if every token at an odd place is 0, which no real text does. It could happen
+    where almost all tokens are 0, so at least EVIDENCE tokens must not be 0. Blocks all over the file are read.
     """
     nbytes = file.stat().st_size
     for width in (8, 4):
@@ -186,9 +187,12 @@ def width_in(file: Path, vocab: int) -> int:
 
 
 def open_megatron(file: Path, index: Path, open_array: Callable) -> TokenFile:
-    """A .bin file of Megatron-LM, whose .idx has the tokens' type and the documents' sequences: 9 bytes of magic, then
-    version, type, number of sequences, number of documents' ends, then of each sequence its length and its place in
-    bytes, and then of each document its first sequence."""
+    """Map a .bin file of Megatron-LM. Its .idx has the type of the tokens and where documents begin:
+
+        magic, 9 bytes | version, u8 | type, u1 | sequences, u8 | documents + 1, u8
+        the length of each sequence, i4 | the place of each sequence in bytes, i8
+        the first sequence of each document, i8, and at last the number of sequences
+    """
     with open(index, "rb") as stream:
         magic = stream.read(len(MEGATRON))
         need(not magic.startswith(OLD_MEGATRON), f"{index}: is of Megatron's old format (TNTIDX): write the data anew "

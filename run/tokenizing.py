@@ -78,9 +78,11 @@ class Codec(NamedTuple):
 
 
 def codec_of(corpus: Any, folder: str) -> Codec | None:
-    """By the tokenizer.json in the folder, "" for none; without it as bytes if the data is text; else None. corpus: a
-    run.data.Corpus. Raises ValueError for a tokenizer that is damaged, or has tokens that the corpus's vocabulary has
-    not."""
+    """Return the Codec of a corpus (run.data.Corpus): by the tokenizer.json in the folder, or bytes if there is no
+    folder and the data is text. Returns None for token files without a tokenizer.
+
+    Raises ValueError for a tokenizer that is damaged, or that has tokens outside of the corpus's vocabulary.
+    """
     if folder:
         path = os.path.join(folder, "tokenizer.json")
         tokenizer = read_tokenizer(path)
@@ -169,7 +171,7 @@ class Piece:
     text: str
     at: int = 0  # the place in the document of its first character
     cut: int | None = None  # about where in the document the next piece takes over; None: the document ends
-    spans: list[Span] | None = None  # of a conversation: what is learned; None: all of a text
+    spans: list[Span] | None = None  # the targets of a conversation; None: a text, all of which are targets
 
 
 @dataclass
@@ -184,8 +186,10 @@ class Part:
 
 
 def pieces_of(document: Text | Rendered) -> Iterator[Piece]:
-    """The pieces of a document. Those of a large text overlap by OVERLAP characters on each side of a cut, which is at
-    the last line's end in the second half of a piece, or at the end of the piece if there is none."""
+    """Yield the pieces of a document. Pieces of a large text overlap by OVERLAP characters on each side of a cut.
+
+    The cut is at the last line's end in the second half of a piece, or at the end of the piece if there is none.
+    """
     if isinstance(document, Rendered):
         yield Piece(document.text, spans=document.spans)
         return
@@ -238,8 +242,11 @@ def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
 
 
 def find_seam(one: Piece, its: Any, other: Piece, others: Any) -> tuple[int, int] | None:
-    """The number of the first token behind the cut in the encodings of two pieces, if half of the overlap on each side
-    of it has the same tokens at the same places in both; else None."""
+    """Return, for each of two pieces, the number of its first token behind the cut between them.
+
+    Returns None if the two differ near the cut: half of the overlap on each side must have the same tokens at the same
+    places in both.
+    """
     near, found = [], []
     for piece, encoding in ((one, its), (other, others)):
         starts = np.array([start for start, _ in encoding.offsets]) + piece.at
@@ -285,9 +292,11 @@ def targets_of(part: Part) -> np.ndarray:
 
 def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "",
              ignored: Iterable[str] = ()) -> tuple[int, int]:
-    """Write the tokens of files of text and records, a separator before each document; beside them the tokenizer, a
-    mask if not all tokens are targets, and the starts of documents if some have the separator inside. Returns how many
-    tokens and targets there are. ignored: keys of records.
+    """Write the tokens of files of text and records, with a separator before each document. Returns how many tokens and
+    targets there are.
+
+    The tokenizer is copied beside the tokens. A mask is written if not all tokens are targets, and the starts of
+    documents if some have the separator inside. ignored: keys of records to leave out.
 
     Raises ValueError naming a file that is missing or cannot be read.
     """
@@ -396,8 +405,11 @@ class Writer:
 # ---- texts for a pretrained model -----------------------------------------------------------------------------------
 
 def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: str = "") -> Path:
-    """The token file of these texts and conversations, which the first process that asks for it writes, and the others,
-    and later runs, find. beside: a folder of checkpoints, beside which it lies; "": in the user's cache."""
+    """Return the token file of these texts and conversations.
+
+    The first process that asks for it writes it. The others wait for this process, and later runs find the file.
+    beside: the folder of checkpoints beside which the file is kept; "": in the user's cache.
+    """
     digest = hashlib.blake2b(separator.encode(), digest_size=8)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         file = Path(tokenizer_path).with_name(name)
