@@ -147,7 +147,7 @@ def test_plain_latent_attention_computes_and_caches_what_the_layer_does(q_lora_r
     with torch.no_grad():
         llama(torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(0)), cache=cache)
     (x, y), = seen
-    plain, cached = latent_attention(x, weights, llama.model)
+    plain, cached = latent_attention(x, weights, llama.config)
     assert y.abs().max() > 0.1 and (plain - y).abs().max() < 1e-12
     assert (cached - torch.cat(cache.layers[1], -1)[0, :, 0]).abs().max() < 1e-12
 

@@ -95,7 +95,7 @@ def change_activation(copy: Path) -> None:
 def change_weights(copy: Path) -> None:
     """A feed-forward of two matrices and GELU. Its count in plan/costs.py is left as it was."""
     replace(copy, "model.py",
-            "        gate = Spec(name + \"w_gate\", (ffn, model.hidden), {\"tp\": 0}, std=INIT_STD)\n", "")
+            "        gate = Spec(name + \"w_gate\", (ffn, config.hidden), {\"tp\": 0}, std=INIT_STD)\n", "")
     replace(copy, "model.py", "self.gate_up = ColumnParallelLinear(make, gate, up)",
             "self.up = ColumnParallelLinear(make, up)")
     replace(copy, "model.py", "gate_up = self.gate_up(x, context.tp)", "up = self.up(x, context.tp)")

@@ -50,7 +50,7 @@ CHANGES = {
     "router_bias_rate": (f"{MOE} --router sigmoid", "--router-bias-rate 0.5"), "grad_clip": ("", "--grad-clip 0.01"),
     "steps": ("", "--steps 4"), "seed": ("", "--seed 1"), "data": ("", "--data {folder}/unseen.npy"),
     "data_weights": ("--data {folder}/train.npy {folder}/unseen.npy --data-weights 3,1", "--data-weights 1,1"),
-    "data_dtype": ("--data {folder}/tokens.bin", "--data-dtype uint32"),
+    "data_dtype": ("--data {folder}/tokens.bin --data-dtype uint16", "--data-dtype uint32"),
     "separator": ("--mask-documents --separator 0", "--separator 5"),
     "mask_documents": ("--separator 0", "--mask-documents"),
     "val_data": ("", UNSEEN), "eval_every": (UNSEEN, "--eval-every 2"), "eval_steps": (UNSEEN, "--eval-steps 1"),
