@@ -17,7 +17,8 @@ soon as a gradient is complete, while backward computes the others. A bucket is 
 parameters, which one collective reduces.
 
 Symbols: n ranks of the data axis. For most parameters the data axis is "dp", which includes the context parallel ranks;
-for experts it is "edp" (core/groups.py). P parameters. A unit is the embedding, a block, or the head.
+for experts it is "edp" (core/groups.py). P parameters. A unit is the embedding, a block, or the head. Every parameter
+has a `spec` (core/param.py): its name, its global shape, and the axes of the grid on which it lies.
 
 Saves: time. n ranks compute n times as many sequences per step.
 Costs: 2 (n-1)/n P elements sent per rank and step. The size of the batch does not matter.
@@ -30,8 +31,10 @@ Easily got wrong:
 - Micro-batches. A gradient is complete after the last micro-batch of a step. An all-reduce of `.grad` after each one
   would send more, and would sum earlier micro-batches over the ranks again. DistributedDataParallel has `no_sync` for
   this. A Bucket counts gradients instead.
-- The order. All ranks must reduce the same buffers in the same order. So the order of the parameters in the model
-  determines which of them share a bucket. The order in which gradients are computed does not.
+- The order. All ranks must reduce the same buffers in the same order. They have the same buffers, because the order of
+  the parameters in the model determines which of them share a bucket. They start the reductions in the order in which
+  the buckets are complete. This order is the same, because the ranks of a data axis have the same layers and run the
+  same schedule, so autograd computes their gradients in the same order.
 
 Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training, sections 3.2 and 4.2.
 """
@@ -98,8 +101,8 @@ def bucketed_step(model: nn.Module, loss_sum: LossSum, micro_batches: MicroBatch
                   buckets: "Sequence[Bucket]") -> None:
     """Compute the same as naive_step, into buckets. Changed: hooks start an all-reduce when a bucket is complete.
 
-    The gradient of a parameter is then `bucket.main_grad(param)`; its `.grad` is None. train.py also calls begin_step,
-    runs all backward passes (of a pipeline), and calls finish_step.
+    The gradient of a parameter is then `bucket.main_grad(param)`; its `.grad` is None. train.py does not call this
+    function. It makes the same three steps (begin_step, all backward passes, finish_step) around a pipeline.
     """
     for bucket in buckets:
         bucket.begin_step(len(micro_batches))
@@ -135,8 +138,9 @@ class Bucket:
         self.offset: dict[nn.Parameter, int] = {}  # where each parameter begins in it
         for param in self.params:
             self.offset[param] = self.numel
-            # Not param.numel(): zero.py also sums the gradients of norm weights over tp, so offsets must be equal on
-            # all tp ranks. Vocabulary shards may differ in size between these ranks; the largest one counts.
+            # Not param.numel(), because vocabulary shards may differ in size between tp ranks. zero.py also sums the
+            # gradients of norm weights over tp. It cuts shards from the offsets, so a norm weight must lie at the same
+            # offset on all tp ranks. The size of the largest vocabulary shard counts.
             self.numel += most_elements(param.spec, groups)
             attach_sink(param, self)
         self.grad: Tensor | None = None  # the buffer, allocated when it is first needed
@@ -194,11 +198,16 @@ def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
     bucket is closed at the end of the unit in which its gradients reach bucket_mb megabytes. With bucket_mb = 0 every
     unit has its own buckets. kind: separates parameters with different optimizers; zero.py passes Muon's.
 
-    All ranks that reduce a bucket together must have the same bucket:
-    - Tensor parallel ranks may have vocabulary shards of different sizes. The largest one counts on every rank.
-    - A parameter that several units use has a bucket of its own. So has a tied embedding that the first and the last
-      pipeline rank share. Its spec.along has the axis "tie" (`along`: the axes of the grid on which the parameter lies,
-      apart from the data axis; core/param.py).
+    Ranks that sum a gradient must have it at the same offset of the same bucket, because zero.py cuts shards from the
+    offsets. Data parallel ranks have the same units, so they have the same buckets. Two other sums need care:
+    - Tensor parallel ranks sum the gradients of norm weights. Their vocabulary shards may differ in size. The size of
+      the largest one counts on every rank, so that all ranks close a bucket at the end of the same unit.
+    - The first and the last pipeline rank sum the gradient of a tied embedding, over the axis "tie" of its spec.along
+      (the axes on which a parameter lies, apart from the data axis; core/param.py). Their other parameters differ, so
+      the tied embedding has a bucket of its own.
+
+    A parameter that several units use also has a bucket of its own. Its gradient is complete only after the backward of
+    all these units, so in a shared bucket it would delay the reduction of the other gradients.
     """
     units_with: Counter[nn.Parameter] = Counter()  # parameter -> how many units use it
     stages_with: Counter[nn.Parameter] = Counter()  # parameter -> how many stages use it
@@ -247,7 +256,7 @@ def make_model() -> nn.Sequential:
 
 
 def note_bytes(begun: list[int], axis: str) -> Callable:
-    """Return a backward hook of a layer that appends the bytes that have begun to be sent over `axis` to `begun`."""
+    """Return a backward hook of a layer that appends to `begun` the bytes sent over `axis` so far."""
     def hook(layer: nn.Module, grad_output: tuple) -> None:
         begun.append(sent[axis])
     return hook
@@ -255,7 +264,7 @@ def note_bytes(begun: list[int], axis: str) -> Callable:
 
 def demo(group: Group) -> None:
     x = torch.linspace(-1, 1, WIDTH, dtype=torch.float64)[None] * (group.rank + 1)  # each rank has other inputs
-    batch = x.requires_grad_(), x.detach().flip(1)  # without it, torch warns about layer 1's backward hook
+    batch = x.requires_grad_(), x.detach().flip(1)  # without requires_grad_, torch warns
     step = dict(loss_sum=lambda y, targets: (y - targets).square().sum(), micro_batches=[batch], tokens=group.size)
     lines, gradients = [], {}
     for way in ("naive", "per parameter", "in buckets"):
