@@ -137,17 +137,17 @@ def treatment(spec: Spec) -> tuple:
 
     partial_axes       the axes over which finish_step sums the gradient, such as "tp" for norm weights
     replicated_axes    the axes along which ranks have copies, which the norm counts once
-    decay              whether the update applies weight decay
-
-    Parameters that are treated alike keep the order of the model. So wq, wk and wv stay neighbours, and one matmul adds
-    to all three gradients. (There is an exception: with more tp ranks than key and value heads, wk and wv are
-    replicated over "kv_copy", and wq is not. See core/param.py.)
+    decay              whether the update applies weight decay (parameters with decay come first)
     """
     return spec.partial_axes, spec.replicated_axes, not spec.decay
 
 
 def sorted_by_treatment(params: dict[nn.Parameter, int]) -> dict[nn.Parameter, int]:
-    """Sort the `params` of a Bucket."""
+    """Sort the `params` of a Bucket by treatment. Parameters that are treated alike keep the order of the model.
+
+    So wq, wk and wv stay neighbours, and one matmul adds to all three gradients. (There is an exception: with more tp
+    ranks than key and value heads, wk and wv are replicated over "kv_copy", and wq is not. See core/param.py.)
+    """
     return {param: params[param] for param in sorted(params, key=lambda param: treatment(param.spec))}
 
 
@@ -201,8 +201,8 @@ class ShardedBucket(Bucket):
 
     So in hybrid sharding the data axis has only the ranks of one replica, and n r ranks have different data.
 
-    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype. If it differs from
-        acc_dtype, level 0, and level 1 without replicas, hold a second copy of all gradients, in this dtype, until
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype. Suppose that
+        it differs. Then levels 0 and 1 (without replicas) hold a second copy of all gradients, in this dtype, until
         finish_step.
     offload: the class OffloadedState of run/offload.py, which is called with the bucket, or None for StateOnDevice.
     last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
@@ -333,8 +333,8 @@ class ShardedBucket(Bucket):
             self.summing = None
             if total is not self.grad_shard:
                 self.grad_shard.copy_(total)
-        # With sequence parallelism, tensor parallel ranks have different tokens. So each has one term of the gradients
-        # of norm weights.
+        # Sum over other axes. With sequence parallelism, tensor parallel ranks have different tokens, so each has one
+        # term of the gradients of norm weights. Its gradient of a tied embedding is one term of the sum over "tie".
         for spec, part in self.parts(self.grad_shard):
             for axis in spec.partial_axes:
                 all_reduce(part, self.groups[axis])
@@ -357,7 +357,7 @@ class ShardedBucket(Bucket):
     # The weights.
 
     def update_weights(self) -> None:
-        """Round the master weights to this rank's shard of the weights, and start sending it to the others.
+        """Copy the master weights, rounded, into this rank's shard of the weights, and start to send it to the others.
 
         Call this after `master` has changed. (Level 3 sends nothing yet: see replace_whole_weights.)
         """
@@ -440,8 +440,8 @@ class Level2Bucket(ShardedBucket):
 
     At most two buckets per data axis have a whole gradient: one is being reduced, and backward adds to the other. There
     are three exceptions:
-    - In a split backward (zero-bubble schedules) a bucket keeps its gradient from the first gradient that is not
-      deferred until the weight gradients have been computed.
+    - In a split backward (zero-bubble schedules) a bucket holds its buffer from the first gradient that is not deferred
+      (a norm weight's) to the end of backward_weight, which computes the deferred ones (core/gradients.py).
     - The bucket of a tied embedding keeps its gradient from the head's backward to the embedding's.
     - With Muon at level 2, the norm weights and biases of many units share one bucket. It keeps its gradient until the
       backward of the last of these units.
@@ -458,10 +458,10 @@ class Level2Bucket(ShardedBucket):
     def ready(self, param: nn.Parameter) -> None:
         """Count a gradient. When the count reaches the number of a micro-batch's gradients, start a reduction.
 
-        In a split backward, one reduction can have gradients of different micro-batches. Gradients of norm weights are
-        not deferred: micro-batch 2's may be counted before the matrices' gradients of micro-batch 1. This changes no
-        sum: a gradient is counted after it has been added, and a reduction takes everything that has been added. So
-        each gradient is reduced exactly once, at the latest by the last reduction of the step.
+        A reduction takes everything that has been added so far. In a split backward, this may include gradients of
+        different micro-batches. Gradients of norm weights are not deferred, so micro-batch 2's may be added before the
+        matrices' gradients of micro-batch 1. The sum is right all the same. A gradient is counted after it has been
+        added, so it is reduced exactly once, at the latest by the last reduction of the step.
         """
         super().ready(param)  # starts a reduction if this was the last gradient of the step
         if self.missing > 0 and self.missing % self.grads_per_micro_batch == 0:
@@ -503,7 +503,10 @@ class Level3Bucket(Level2Bucket):
         self.weights.untyped_storage().resize_(0)
 
     def replace_whole_weights(self) -> None:
-        """The whole weights are out of date: free them. There are some after a forward without a backward."""
+        """The whole weights are out of date: free them.
+
+        Some are still whole if a forward with gradients had no backward.
+        """
         self.users = 0
         self.free_weights()
 
@@ -572,7 +575,10 @@ class UnitWeights:
 
     def __init__(self, unit: nn.Module, buckets: list[ShardedBucket], following: "UnitWeights | None", is_head: bool):
         self.buckets, self.following, self.is_head = buckets, following, is_head
-        self.previous: UnitWeights | None = None  # the unit before, whose backward comes next: its forward sets this
+        # The unit before, whose backward comes next. Its forward sets this, because only then is it known whether its
+        # backward will read weights: the embedding's does not, so nothing is prefetched for it. `following` can be set
+        # here, because add_hooks makes the UnitWeights of a stage from the last to the first.
+        self.previous: UnitWeights | None = None
         unit.register_forward_pre_hook(self.before_forward)
         unit.register_forward_hook(self.after_forward)
 
@@ -653,7 +659,7 @@ class StateOnDevice:
         return done(grad)
 
     def copy_weights(self, master: Tensor, weight_shard: Tensor) -> None:
-        """Round the master weights to the weights' dtype, after an update. The two may be one tensor."""
+        """Copy the master weights, rounded, into the shard of the weights. The two may be one tensor."""
         if master is not weight_shard:
             weight_shard.copy_(master)
 
@@ -698,7 +704,8 @@ class Optimizer:
 
     groups: axis -> group. It must have "world", "replicate" (of one rank without hybrid sharding), the data axes of
         the parameters and, for rule="muon", "muon".
-    bucket_mb: the size of a bucket (dp.py). Level 3 takes 0, so that a bucket has the parameters of one unit.
+    bucket_mb: the size of a bucket (dp.py). Level 3 ignores it and uses 0, so that a bucket has the parameters of one
+        unit.
     clip: the largest norm of the whole gradient; 0 for no clipping.
     moments_dtype: the dtype of the moments m and v. Default: the accumulation dtype.
     reduce_dtype: the dtype in which gradients are sent and summed over ranks. Default: the accumulation dtype. The sum
@@ -798,8 +805,9 @@ class Optimizer:
         """Return grad_scale, by which the update divides gradients. One division clips and undoes the loss scale.
 
         The kernels of update rules divide while they read the gradients, which saves a pass over them. Two kinds of
-        gradients are scaled here instead. In fp64 runs, all of them: kernels read grad_scale in fp32, which is too
-        coarse, so the result is 1. In other runs, the gradients of matrices under Muon, which ignores grad_scale.
+        gradients are scaled here instead. In fp64 runs, all gradients are scaled here and grad_scale is 1, because
+        kernels read it in fp32, which is too coarse. In other runs, the gradients of matrices under Muon are scaled
+        here, because Muon ignores grad_scale.
         """
         limit = (self.clip / (norm + 1e-6)).clamp(max=1) if self.clip else torch.ones_like(norm)
         factor = limit / self.scale_loss(1.0)
