@@ -5,16 +5,20 @@ The life of the gradient dW of a weight w, in one backward pass:
     a layer's backward calls
     accumulate_grad(w, add)
       │
-      ├── at once ───────────────────────────────►  add(out), which does out += dW
-      │                                               ▲     out: the buffer main_grad(w), of w's sink
+      ├── at once ───────────────────────────────►  add(out)
+      │                                               ▲
       └── deferred ──► queue ──► backward_weight ─────┘
 
-    autograd reaches the AccumulateGrad node of w, after all uses of w, and calls
+    after all uses of w, autograd calls
     on_grad_accumulated(w)
       │
-      ├── nothing of w is queued ────────────────►  ready(w), of w's sink, which counts. The last gradient
-      │                                               ▲     starts the reduction over the ranks
+      ├── nothing of w is queued ────────────────►  ready(w)
+      │                                               ▲
       └── dW is queued ────────► backward_weight ─────┘
+
+add(out) does out += dW, where `out` is main_grad(w), the buffer of w's sink. on_grad_accumulated is a hook of w, which
+runs after w's AccumulateGrad node. ready(w) is a method of w's sink, which counts the calls. The last one starts the
+reduction over the ranks.
 
 Autograd would compute dW at once, into a new tensor, and then add it to `.grad`. Our layers return None for their
 weights instead, and pass a function `add` to accumulate_grad, which adds the gradient to a buffer. So a matmul can add
@@ -25,16 +29,16 @@ Words:
 accumulate   Add a gradient to the sum over the micro-batches of a step.
 sink         The object that collects the gradients of a parameter, in practice its bucket (dp.py, zero.py). It has two
              methods:
-                 main_grad(param)   returns the buffer, Megatron's `param.main_grad`. ZeRO levels 2 and 3 replace the
-                                    buffer, so ask for it at every use.
+                 main_grad(param)   returns the parameter's part of the buffer, Megatron's `param.main_grad`. ZeRO
+                                    levels 2 and 3 replace the buffer, so ask for it at every use.
                  ready(param)       is called once per backward pass, when all of that pass's gradients of `param`
                                     have been added.
              core/param.py gives every parameter an attribute `sink`. While it is None, `.grad` is the buffer.
 ready        A bucket counts the calls of ready. The last one of a step (at ZeRO levels 2 and 3, of a micro-batch)
              starts the reduction over the data parallel ranks. Megatron calls this register_grad_ready.
 deferred     Left for the second half of a split backward. Zero-bubble pipelines (pp.py) split backward into two
-             halves. The first, I, computes input gradients, for which the stage before is waiting. The second, W,
-             computes weight gradients, for which nobody is waiting, so it can fill a bubble.
+             halves. The first, I (B in the paper), computes input gradients, for which the stage before is waiting.
+             The second, W, computes weight gradients, for which nobody is waiting, so it can fill a bubble.
 
 How the backward of a layer Y = X W^T uses this file (x and dy are detached):
 
@@ -137,7 +141,7 @@ def on_grad_accumulated(param: nn.Parameter) -> None:
 
 
 def is_queued(param: nn.Parameter) -> bool:
-    """Return whether the backward that is running has queued a gradient of `param`: never if it is not split."""
+    """Return whether the running backward has queued a gradient of `param`. False unless the backward is split."""
     if not is_deferring():
         return False
     for weight_grad in _queue[_deferring]:
@@ -146,7 +150,7 @@ def is_queued(param: nn.Parameter) -> bool:
     return False
 
 
-# ---- beside other work, or later: what a layer's backward calls -----------------------------------------------------
+# ---- overlapped or deferred: what a layer's backward calls ----------------------------------------------------------
 
 def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None], defer: bool = True) -> None:
     """Add a weight gradient that needs no gather: call add(out) now, or in backward_weight if it is deferred.
@@ -154,6 +158,7 @@ def accumulate_grad(params: nn.Parameter | Params, add: Callable[[Tensor], None]
     params, add: see add_to. defer: see start_weight_grad.
     """
     params = params if isinstance(params, tuple) else (params,)
+    # done(None): a gather that has finished already, with no result
     finish = start_weight_grad(params, lambda: done(None), lambda out, _: add(out), defer)
     finish()
 
@@ -232,11 +237,11 @@ def backward_weight(key: Key) -> None:
 
     The matmul of each hides the gather of the next, so at most two gathered tensors are alive.
 
-    A parameter is ready when the last queued gradient of its *sink* has been added, even if its own came earlier. The
-    sums would be right in either case, but memory would not be freed: at ZeRO levels 2 and 3 `ready` may start the
-    reduction, which takes the buffer away. This micro-batch's other gradients would then need a new buffer, which would
-    stay until the next reduction. Calling `ready` later would hide less, because the reduction runs under the weight
-    gradients of other sinks.
+    A parameter is ready when the last queued gradient of its *sink* has been added, even if its own came earlier. If
+    `ready` were called after the parameter's own gradient, it could start the reduction at ZeRO levels 2 and 3. That
+    takes the buffer away while other gradients of the sink are still to come. They would need a new buffer, which would
+    stay until the next reduction. The sums would be right either way. If `ready` were called later, less would be
+    hidden, because the reduction runs under the weight gradients of other sinks.
     """
     queued = _queue.pop(key)
     params = dict.fromkeys(param for weight_grad in queued for param in weight_grad.params)  # each once, in this order
