@@ -23,13 +23,19 @@ residual additions between pairs. With it, a rank has only T/t tokens there. Nor
 need no communication, because they treat tokens independently of each other.
 
 Symbols: t ranks, T tokens of a micro-batch (all its sequences, flattened), H hidden, V vocabulary.
-         A is [R, H] and B is [H, C]; a rank has [R/t, H] and [H, C/t]. In a feed-forward layer, R is
-         C, or 2 C with SwiGLU. In attention, R counts the rows of wq, wk and wv together. A rank has
-         at least one head of wk and wv, which is more than R/t rows if t exceeds the KV heads.
-         [T/t, H] is a rank's tensor between pairs. Without sequence parallelism, read it as [T, H].
-         In the formulas of one rank, A, B, S and Y are its parts A_r, B_r, S_r and Y_r. Capitals X,
-         S, Y and Z have all T tokens, and x and z have the rank's T/t. In code, variables are in
-         lower case either way.
+
+         name    whole     on rank r          tokens on rank r
+         A       [R, H]    A_r    [R/t, H]
+         B       [H, C]    B_r    [H, C/t]
+         X, Z    [T, H]    X, Z   [T, H]      all
+         x, z              x, z   [T/t, H]    its own, between pairs
+         S       [T, R]    S_r    [T, R/t]    all
+         Y       [T, C]    Y_r    [T, C/t]    all
+
+         Without sequence parallelism, all ranks have all tokens: read T/t as T. In a feed-forward
+         layer, R is C, or 2 C with SwiGLU. In attention, R counts the rows of wq, wk and wv
+         together. A rank has at least one head of wk and wv, which is more than R/t rows if t
+         exceeds the KV heads. In code, all variables are in lower case.
 
 Saves: A rank stores 1/t of the matrices of each pair (more of wk and wv if t exceeds the KV heads),
        of the embedding and of the head. It also stores 1/t of their gradients and optimizer states,
@@ -169,7 +175,8 @@ class PlainSequenceRow(PlainRow):
 #     dA, dB          tensors that autograd adds up    added to gradient buffers: core/gradients.py
 #     wq, wk, wv      three layers                     one layer: one gather, one matmul, one dX
 #
-# So their forward and backward are written by hand. Without hidden collectives, they would read:
+# So their forward and backward are written by hand. Without hidden collectives, they would read as
+# follows. A, B, S and Y are this rank's parts A_r, B_r, S_r and Y_r.
 #
 #     Column    forward     X = gather(x)         f
 #                           S = X A^T             saves x
@@ -236,10 +243,10 @@ class TensorParallel(NamedTuple):
 #     tp.async_tp         A collective and a product are one function; see the last section.
 #     is_recomputing()    Full recomputation runs a block's forward again, just before its backward.
 #                         Column then saves X, and does not gather it again in backward.
-#     skip                In that second forward, the caller (model.FeedForward) tells the block's last
-#                         Row to skip its product. The result is only added to the residual stream,
-#                         so no backward reads it. Attention's Row never skips its product, because
-#                         the norm after it reads the result.
+#     skip                The last Row of a recomputed block may return zeros. Its result is only added
+#                         to the residual stream, so no backward reads it. The caller
+#                         (model.FeedForward) passes `skip` in that second forward. Attention's Row
+#                         never skips its product, because the norm after it reads the result.
 #     is_deferring()      The first half of a split backward (zero-bubble pipelines) computes dx and
 #                         dY, and queues dA and dB for the second half.
 
@@ -266,11 +273,11 @@ class Column(Function):
 
     # Two collectives of backward run under its two matmuls.
     #
-    #     before    network    ├─ gather X ─┤               ├─ reduce dX ─┤
-    #               compute                 ├─ dX = dS A ──┤              ├─ dA += dS^T X ─┤
+    #     pseudo-code    network    ├─ gather X ─┤               ├─ reduce dX ─┤
+    #                    compute                 ├─ dX = dS A ──┤              ├─ dA += dS^T X ─┤
     #
-    #     now       network    ├─ gather X ──┤├─ reduce dX ─────┤
-    #               compute    ├─ dX = dS A ─┤├─ dA += dS^T X ──┤
+    #     here           network    ├─ gather X ──┤├─ reduce dX ─────┤
+    #                    compute    ├─ dX = dS A ─┤├─ dA += dS^T X ──┤
 
     @staticmethod
     def backward(ctx, ds):
@@ -322,7 +329,7 @@ class Row(Function):
         if is_deferring():  # dZ is too large to be queued: dz is queued, then gathered and prepared again
             start_weight_grad(weights, partial(tp.gather, dz),
                               lambda out, whole: mm.wgrad(out, mm.prepare_grad(whole), y))
-        else:
+        else:  # dZ is gathered already: add at once
             add_to(weights, lambda out: mm.wgrad(out, gathered, y))
         return dy, None, None, None, None
 
@@ -330,8 +337,8 @@ class Row(Function):
 class Matmul:
     """The three products of any linear layer Y = X W^T, where W is all its weights, stacked.
 
-    These letters are not the letters of a pair: Column's S = X A^T and Row's Z = Y B^T are both
-    Y = X W^T here. fp8.Fp8 has the same methods, and multiplies in FP8.
+    Here X, W and Y are the input, weight and output of either layer, Column or Row. fp8.Fp8 has the
+    same methods, and multiplies in FP8.
     """
 
     def begin(self) -> "Matmul":
@@ -370,7 +377,7 @@ def check_async(tp: TensorParallel, mm: Matmul) -> None:
 
 class ColumnParallelLinear(nn.Module):
     """[T/t, H] -> [T, R/t]: one or several weights with the same input. Their outputs are concatenated."""
-    mm = MATMUL  # train.py may replace it by an fp8.Fp8
+    mm = MATMUL  # train.py may replace it with an fp8.Fp8
 
     def __init__(self, make: MakeParameter, *specs: Spec, biases: Sequence[Spec] = ()):
         super().__init__()
@@ -384,7 +391,7 @@ class ColumnParallelLinear(nn.Module):
 
 class RowParallelLinear(nn.Module):
     """[T, C/t] -> [T/t, H]."""
-    mm = MATMUL  # train.py may replace it by an fp8.Fp8
+    mm = MATMUL  # train.py may replace it with an fp8.Fp8
 
     def __init__(self, make: MakeParameter, spec: Spec):
         super().__init__()
@@ -450,7 +457,7 @@ def local_index(tokens: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
 # ---- head and loss: vocabulary-parallel cross-entropy ---------------------------------------------------------------
 # The head is a column parallel layer: each rank computes the logits of its V/t tokens of the
 # vocabulary. They are never gathered, so no rank has all V logits of a token. Let l_r be the
-# logsumexp of rank r's logits. This is the loss of a token.
+# logsumexp of rank r's logits. The loss of a token is then:
 #
 #     loss = logsumexp - (logit of the label)
 #     logsumexp = m + log(sum over r of exp(l_r - m)),    m = max over r of l_r
@@ -464,8 +471,8 @@ class VocabParallelHead(nn.Module):
     weight: the embedding's table [V/t, H], if the two are tied and this rank has it. By default the
     head makes a table of its own.
     z_loss: see cross_entropy.
-    loss_grad: the gradient that the sum will have in backward (default 1). Only the fused kernel
-    needs it in forward, because it already computes the gradients there.
+    loss_grad: the upstream gradient of the returned sum (default 1). Only the fused kernel needs it
+    in forward, because it already computes the gradients there.
     """
 
     def __init__(self, make: MakeParameter, spec: Spec, weight: nn.Parameter | None = None, z_loss: float = 0.0):
@@ -538,10 +545,10 @@ class CrossEntropy(Function):
 
 # ---- asynchronous tensor parallelism: collectives hidden under the layer's own matmul -------------------------------
 # Column's backward hides each collective under a matmul that does not depend on it. Elsewhere there
-# is no such matmul: in forward, in Row's backward, and in a split backward. With --sp async, the
-# collective is split into steps round a ring of ranks. Each step moves one shard of tokens, and is
-# hidden under the matmul of another shard. `shift` starts a step: it sends to the next rank, and
-# receives from the previous one.
+# is no such matmul: in forward, in Row's backward, and in a split backward. With asynchronous tensor
+# parallelism (`async_tp`; --sp async), the collective is split into steps round a ring of ranks.
+# Each step moves one shard of tokens, and is hidden under the matmul of another shard. `shift`
+# starts a step: it sends to the next rank, and receives from the previous one.
 #
 # On GPUs, two operators of torch do the same with direct copies between peers in symmetric memory
 # (NVLink), not in a ring. No kernels of NCCL take SMs from the matmuls.
@@ -558,18 +565,18 @@ class CrossEntropy(Function):
 
 # The ring on rank 0 of 3. X[r] are the tokens of rank r.
 #
-#     before    network    ├─ gather X ─┤
-#               compute                 ├─ X[0] A^T ─┤├─ X[1] A^T ─┤├─ X[2] A^T ─┤
+#     collective    network    ├─ gather X ─┤
+#                   compute                 ├─ X[0] A^T ─┤├─ X[1] A^T ─┤├─ X[2] A^T ─┤
 #
-#     now       network    ├─ get X[2] ─┤├─ get X[1] ─┤
-#               compute    ├─ X[0] A^T ─┤├─ X[2] A^T ─┤├─ X[1] A^T ─┤
+#     ring          network    ├─ get X[2] ─┤├─ get X[1] ─┤
+#                   compute    ├─ X[0] A^T ─┤├─ X[2] A^T ─┤├─ X[1] A^T ─┤
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return (gathered x @ matrix, gathered x): x [T/t, H], matrix [H, R/t] -> [T, R/t], [T, H].
 
     Column's forward passes x and A^T. Row's backward passes dz and B, [H, C/t].
     """
-    n, me = group.size, group.rank
+    n, me = group.size, group.rank  # t, and r of this rank
     x = x.contiguous()
     if n > 1 and uses_kernels(x):
         with calling("fused_all_gather_matmul", group, (n - 1) * x.nbytes):
@@ -582,6 +589,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     shards[me].copy_(x)
     for hop in range(n):
         owner = (me - hop) % n  # whose shard is here; next comes the shard of the rank before it
+        # shift(incoming, outgoing): fill the first tensor from the previous rank, send the second to the next rank
         pending = shift(shards[owner - 1], shards[owner], group) if hop < n - 1 else done(x)
         torch.mm(shards[owner], matrix, out=products[owner])  # while this shard is sent and the next one received
         pending.wait()
@@ -591,18 +599,18 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
 # The ring on rank 0 of 3. Y[r] and Z[r] belong to the tokens of rank r. The sum Z[r] travels round
 # the ring. Every rank adds its term Y[r] B^T, and rank r gets the complete sum.
 #
-#     before    network                                              ├─ reduce-scatter Z ─┤
-#               compute    ├─ Y[0] B^T ─┤├─ Y[1] B^T ─┤├─ Y[2] B^T ─┤
+#     collective    network                                              ├─ reduce-scatter Z ─┤
+#                   compute    ├─ Y[0] B^T ─┤├─ Y[1] B^T ─┤├─ Y[2] B^T ─┤
 #
-#     now       network                  ├─ send Z[2], get Z[1] ─┤├─ send Z[1], get Z[0] ─┤
-#               compute    ├─ Y[2] B^T ─┤├─ Y[1] B^T ────────────┤├─ Y[0] B^T ────────────┤
+#     ring          network                  ├─ send Z[2], get Z[1] ─┤├─ send Z[1], get Z[0] ─┤
+#                   compute    ├─ Y[2] B^T ─┤├─ Y[1] B^T ────────────┤├─ Y[0] B^T ────────────┤
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of x @ matrix, summed over ranks: x [T, C/t], matrix [C/t, H] -> [T/t, H].
 
     Row's forward passes Y and B^T. Column's backward, if it is split, passes dS and A, [R/t, H].
     """
-    n, me = group.size, group.rank
+    n, me = group.size, group.rank  # t, and r of this rank
     if n > 1 and uses_kernels(x):
         with calling("fused_matmul_reduce_scatter", group, (n - 1) * len(x) // n * matrix.shape[1] * x.itemsize):
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.process_group.group_name)
