@@ -1,5 +1,9 @@
 """Expert parallelism: experts are sharded over ranks, and each token is sent to the ranks that have its experts.
 
+The figure has two ranks, and each token uses two of four experts. Rank 0 has tokens a b c, rank 1
+has d e. A bar separates copies for, or from, rank 0 and rank 1. a0 is expert 0's result for a,
+times its gate.
+
                                         rank 0, experts 0 and 1        rank 1, experts 2 and 3
     Router      choose                  a: 0 2   b: 2 3   c: 0 1       d: 1 2   e: 2 3
     Dispatch    permute by rank         a c | a b                      d | d e
@@ -9,10 +13,6 @@
     Combine     unpermute               a0  c0+c1 | d1                 a2  b2+b3 | d2  e2+e3
                 all-to-all              a0  c0+c1 | a2  b2+b3          d1 | d2  e2+e3
                 unpermute               a0+a2   b2+b3   c0+c1          d1+d2   e2+e3
-
-The figure has two ranks, and each token uses two of four experts. Rank 0 has tokens a b c, rank 1
-has d e. A bar separates copies for, or from, rank 0 and rank 1. a0 is expert 0's result for a,
-times its gate.
 
 A layer has E feed-forward networks, its experts. A router chooses k of them for each token, and the
 token's result is the sum of their results, each times a number, its gate. Each of n ranks has
@@ -40,8 +40,8 @@ Costs: There are four all-to-alls: dispatch and combine in forward, and both in 
        Shared experts, which every token uses, hide dispatch and its backward. Combine is not hidden.
 
        The k expert indices of a copy are sent once, before the copy, and are not hidden. Dispatch
-       also sends the k gates of a copy, and its backward their gradients. Each of the three takes
-       4 k bytes per copy.
+       also sends the k gates of a copy, and its backward their gradients. Indices, gates and gates'
+       gradients take 4 k bytes per copy each.
 
        Ranks exchange counts once per layer and micro-batch. The host waits for the device there, to
        learn how many rows there are.
@@ -125,7 +125,8 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 
     chosen, gates: [T, k], for this rank's tokens.
     gate_up, down: [e, 2F, H] and [e, H, F], the weights of this rank's experts.
-    x must require a gradient: all ranks must take part in the backward of each all-to-all.
+    x must require a gradient, because all ranks must take part in the backward of each all-to-all.
+    A rank without it would have no backward for combine.
     """
     n, e = group.size, len(gate_up)
     load = torch.bincount(chosen.flatten(), minlength=n * e)  # how many tokens of this rank chose each expert
@@ -169,15 +170,17 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 # record of one sort. A route has two: by rank and by expert.
 
 class Copies(NamedTuple):
-    """C copies of N tokens, sorted by destination. A route has two:
+    """C copies of N items, sorted by destination.
 
-                      N tokens                     C copies                    destinations
+    `sort_copies` makes them from a table [N, w]. A row of the table is an item. A cell is a
+    destination, to which the item is copied, or none. A route has two:
+
+                      N items                      C copies                    destinations
         to_ranks      the T tokens of this rank    the U copies that it sends  ranks
         to_experts    the M copies that arrive     the R rows of its experts   experts of this rank
 
-    `sort_copies` makes them from a table [N, w], which has a row of destinations for each token.
-    The example is `to_ranks` of rank 0 in the figure at the top of this file. A `-` is a rank that
-    has none of the token's experts.
+    The example is `to_ranks` of rank 0 in the figure at the top of this file. A `-` is a cell with
+    no destination: the rank has none of the token's experts.
 
         table         indices of its cells
         a:  0  1      a:  0  1
@@ -187,45 +190,47 @@ class Copies(NamedTuple):
                       sorted by destination: rank 0 | rank 1
         copies        a  c | a  b
         cells         0  4 | 1  3      the cell that asks for each copy
-        tokens        0  2 | 0  1      the row of that cell: cell // w
+        tokens        0  2 | 0  1      the item of each copy, that is the row of its cell: cell // w
 
-                      sorted by token: a | b | c
+                      sorted by item: a | b | c
         by_token      0  2 | 3 | 1     indices of copies: a has copies 0 and 2, b has copy 3, c has copy 1
-        starts        0      2   3     where each token begins in by_token
+        starts        0      2   3     where each item begins in by_token
 
     permute and unpermute are transposes of each other, so each is the other's derivative.
     """
     cells: Tensor  # [C], the table's cell that asks for each copy
     width: int  # w
-    by_token: Tensor  # [C], the indices of the copies, sorted by token
-    starts: Tensor  # [N], where each token begins in by_token
+    by_token: Tensor  # [C], the indices of the copies, sorted by item
+    starts: Tensor  # [N], where each item begins in by_token
 
     @property
     def tokens(self) -> Tensor:
-        """[C], the token of each copy. It is recomputed at each use, because keeping it would take 8 bytes per copy."""
+        """[C], the item of each copy. It is recomputed at each use, because keeping it would take 8 bytes per copy."""
         return self.cells // self.width
 
     def permute(self, x: Tensor) -> Tensor:
-        """Copy tokens: [N, D] -> [C, D]."""
+        """Copy items: [N, D] -> [C, D]."""
         return x[self.tokens]
 
     def unpermute(self, x: Tensor) -> Tensor:
-        """Sum the copies of each token: [C, D] -> [N, D], in a fixed order, accumulated in at least fp32."""
+        """Sum the copies of each item: [C, D] -> [N, D], in a fixed order, accumulated in at least fp32."""
+        # An embedding bag is a sum of rows of a table. Here x is the table, and each item is a bag of copies.
         return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
 
 
 def sort_copies(table: Tensor, destinations: int, C: int) -> Copies:
     """Sort the copies that a table [N, w] of destinations asks for.
 
-    A cell is a destination from 0 to destinations - 1, or another number that asks for no copy. C
-    is the number of copies. The caller passes it in because counting here would make the host wait.
+    A row of the table is an item. A cell is a destination from 0 to destinations - 1, or another
+    number that asks for no copy. C is the number of copies. The caller passes it in because counting
+    here would make the host wait.
     """
     w = table.shape[1]
     is_copy = (table >= 0) & (table < destinations)
     cells = table.where(is_copy, destinations).flatten().argsort(stable=True)  # cells that ask for no copy come last
     cells = cells[:C].clone()  # a view would keep all N w alive
     by_token = (cells // w).argsort(stable=True)
-    per_token = is_copy.sum(1)
+    per_token = is_copy.sum(1)  # copies of each item
     return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
 
 
@@ -300,7 +305,8 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
     from_ranks = torch.empty_like(counts)
     all_to_all(from_ranks, counts, [1] * n, [1] * n, group)
     # The host waits for the device here, and nowhere else in a layer.
-    counts_sent, counts_received = torch.stack((counts, from_ranks)).mT.tolist()  # each [1 + e, n]
+    # Each [1 + e, n]. Row 0: copies. Rows 1 to e: rows per expert.
+    counts_sent, counts_received = torch.stack((counts, from_ranks)).mT.tolist()
     sent, *rows_sent = counts_sent
     received, *rows_received = counts_received
     assert sum(map(sum, rows_sent)) == T * k, "a choice of an expert was not counted, or counted twice"
@@ -382,7 +388,8 @@ class Exchange:
     Both are nodes of autograd's graph. Autograd keeps the order of backward: of the nodes whose
     inputs are ready, it runs the newest.
 
-    The tensors between the two nodes connect them in the graph. Nobody reads their values:
+    The tensors between the two nodes only create the graph edge; data moves through `exchange`, the
+    object of this class that both nodes have. Nobody reads the tensors' values between the nodes:
 
     forward     StartExchange returns the buffers that the all-to-all is still filling. FinishExchange
                 waits, and returns the same buffers, now full.
@@ -498,7 +505,7 @@ class GroupedMatmul:
 
 class GroupedExperts(nn.Module):
     """This rank's experts: rows [R, H], sorted by expert, and their gates [R] -> [R, H]."""
-    mm = GroupedMatmul()  # train.py may replace it by an fp8.Fp8Experts
+    mm = GroupedMatmul()  # train.py may replace it with an fp8.Fp8Experts
 
     def __init__(self, make: Callable[[Spec], nn.Parameter], gate_up: Spec, down: Spec):
         super().__init__()
@@ -533,8 +540,9 @@ class GroupedLinear(Function):
         weight, mm, route = ctx.weight, ctx.mm, ctx.route
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
-        # Call this even if there are no rows: the parameter's gradient bucket (dp.py, zero.py) waits for
-        # every parameter. A split backward (zero-bubble pipelines) queues it.
+        # Call this even if there are no rows. It asks the parameter's bucket (dp.py, zero.py) for the
+        # gradient buffer. A bucket may allocate it only then, and its reduction, in which all ranks take
+        # part, needs it. A split backward (zero-bubble pipelines) queues the call.
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
@@ -549,8 +557,8 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
 def fits_grouped_mm(x: Tensor) -> bool:
     """Whether F.grouped_mm takes this operand of grouped_matmul: bf16, with rows at multiples of 16 bytes.
 
-    A matrix may be transposed. Its rows in memory then have `in` elements, which is the last size of
-    the other operand. So checking the last size of both operands covers both layouts.
+    If `matrices` is transposed, its rows in memory are `in` = x.shape[-1] elements apart. That size is
+    checked too, because grouped_matmul checks both operands.
     """
     return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
 
@@ -672,7 +680,8 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
     """Return the RoutingInfo of tokens [B, s]. Tokens below 0 are padding.
 
     All ranks of `tp` pass the same tokens, and each of them routes a shard. With sequence
-    parallelism, that is the shard that it has between layers. Without, model.split_tokens takes it.
+    parallelism, that is the shard that it has between layers. Without it, model.split_tokens picks
+    the shard.
     The c ranks of `cp` have different tokens of the same sequences: s = S/c.
     """
     B, s = tokens.shape
@@ -683,18 +692,18 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 
 
 # ---- balance: losses and biases that keep the experts' loads equal --------------------------------------------------
-# Symbols: c_e is the number of a sequence's S tokens that chose expert e. p_te is the probability of
-# expert e for token t: its score, divided by the sum of the token's scores. Padding does not count.
+# Symbols: c_i is the number of a sequence's S tokens that chose expert i. p_ti is the probability of
+# expert i for token t: its score, divided by the sum of the token's scores. Padding does not count.
 # Tokens without a label do.
 #
-#     balance loss   E / (k S^2) sum over e of c_e (sum over t of p_te)         1 if loads are equal
-#     z-loss         1 / S sum over t of (log sum over e of exp(logit_te))^2    keeps logits small
-#     bias           b_e += rate x sign(mean load - load of e), once per step   changes the choice
+#     balance loss   E / (k S^2) sum over i of c_i (sum over t of p_ti)         1 if loads are equal
+#     z-loss         1 / S sum over t of (log sum over i of exp(logit_ti))^2    keeps logits small
+#     bias           b_i += rate x sign(mean load - load of i), once per step   changes the choice
 #
 # The two losses are auxiliary: they are added to the model's loss.
 #
 # Counts have no derivative. So both losses are sums over tokens, with coefficients that are known
-# once experts have been chosen: E c_e / (k S^2) for p_te, and 1 / S for the square.
+# once experts have been chosen: E c_i / (k S^2) for p_ti, and 1 / S for the square.
 # `loss_coefficients` computes them from the counts of all ranks that have tokens of a sequence.
 # `router_losses` then sums over this rank's own tokens.
 
@@ -707,9 +716,9 @@ class Balance(NamedTuple):
 
 
 def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tuple[Tensor, Tensor]:
-    """Return the coefficients of p_te, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses.
+    """Return the coefficients of p_ti, [B + 1, E], and of squared logsumexps, [B + 1, 1], in the losses.
 
-    They are E c_e / (k S^2) times Balance.aux_loss, and 1 / S times Balance.z_loss. Each has a row
+    They are E c_i / (k S^2) times Balance.aux_loss, and 1 / S times Balance.z_loss. Each has a row
     per sequence, and the last row, for padding, is 0. counts: [B, E], how many of this rank's
     tokens chose each expert.
     """
@@ -720,9 +729,13 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
     S = c.sum(-1, keepdim=True) / k  # 0 for a sequence of padding only, whose coefficients no token reads
     z = balance.z_loss / S  # always by sequence
     if balance.over == "micro-batch":
-        # The micro-batch is like one long sequence, with the counts B mean(c) and the length B mean(S).
-        # Losses are summed over sequences, so the micro-batch's loss counts B times. The coefficient is
-        # B x B mean(c) / (B mean(S))^2 = mean(c) / mean(S)^2, times the same E / k.
+        # The micro-batch is like one long sequence. The factors of its coefficient, without E / k:
+        #
+        #     B                     losses are summed over sequences, so the micro-batch's loss counts B times
+        #     B mean(c)             the counts of the long sequence
+        #     1 / (B mean(S))^2     the length of the long sequence is B mean(S)
+        #
+        # Their product is mean(c) / mean(S)^2: the formula of a sequence, with mean(c) and mean(S).
         c, S = c.mean(0, keepdim=True), S.mean(0, keepdim=True)
     aux = balance.aux_loss * router.model.experts / (k * S.square()) * c
     return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
