@@ -4,8 +4,8 @@ One example, wq of a model with 2 heads of size 3 and a hidden size of 4, on --t
 
     Spec("layers.0.attention.wq", shape=(6, 4), along={"tp": 0}, std=0.02)      its record, the same on every rank
 
-             tensor parallelism      ZeRO flattens each box, and cuts it into equal
-             cuts the rows           shards without regard to rows
+             tensor parallelism      ZeRO flattens the boxes of a bucket one after the other, and cuts the bucket into
+             cuts the rows           equal shards without regard to rows. Here the bucket has only wq.
     row 0    . . . .
     row 1    . . . .   tp rank 0
     row 2    . . . .
@@ -47,7 +47,8 @@ Box = tuple[slice, ...]
 class Spec:
     """How a parameter is sharded and initialised.
 
-    `along` says how the parameter lies on the ranks of each axis. Placements are named as in DTensor:
+    `along` says how the parameter and its gradient lie on the ranks of each axis. Placements are named as in DTensor;
+    "partial" names the gradient's placement:
 
         along                  parameter    gradient     an example
         {"tp": 0}              Shard(0)     Shard(0)     a column-parallel weight: each rank has different rows
@@ -59,33 +60,35 @@ class Spec:
 
         {"tp": 0, "tie": "partial"}         a tied embedding: its rows are sharded over tp, and both the first and the
                                             last pipeline stage compute a term of its gradient
-        {"kv": 0, "kv_copy": "partial"}     wk or wv, if there are more tp ranks than key and value heads
+        {"kv": 0, "kv_copy": "partial"}     wk or wv, if there are more tp ranks than KV heads (heads of keys and
+                                            values)
 
     The axes in `along`, all from core/groups.py:
 
         "tp", "ep"           tensor and expert parallelism
         "tie"                the first and the last pipeline stage
-        "kv", "kv_copy"      the tp ranks, in two dimensions. With 2 key and value heads on 4 tp ranks, the coordinate
+        "kv", "kv_copy"      the tp ranks, in two dimensions. With 2 KV heads on 4 tp ranks, the coordinate
                              on "kv" says which head a rank has (0 0 1 1), and the coordinate on "kv_copy" which copy
                              of this head (0 1 0 1). Each copy serves other query heads: its gradient is a term.
 
-    The data axis is not in `along`. Before ZeRO cuts anything, every parameter is Replicate on it, and its gradient is
-    Partial.
+    The axis `data_axis` is not in `along`. Before ZeRO cuts anything, every parameter is Replicate on it, and its
+    gradient is Partial.
     """
     name: str  # the same on every grid
     shape: tuple[int, ...]  # of the global tensor
     along: dict[str, int | str] = field(default_factory=dict)
-    data_axis: str = "dp"  # the axis over which its gradient is summed, and ZeRO shards it; "edp" for experts
+    data_axis: str = "dp"  # the axis over which ZeRO shards it and reduce-scatters its gradient; "edp" for experts
     decay: bool = True  # whether weight decay applies
     mean: float = 0.0  # of the normal distribution from which initial values are drawn
     std: float = 0.0  # 0: all initial values are `mean`
-    # For muon.py: how many matrices of the same shape are stacked in it, along the first dimensions. 0: an embedding or
-    # a head, which Muon leaves to AdamW. The number has no meaning for vectors.
+    # For muon.py: how many matrices of the same shape are stacked in it, along the first dimensions. For example, 2E in
+    # w_gate_up [E, 2F, H], which has a gate and an up projection for each of E experts. 0: an embedding or a head,
+    # which Muon leaves to AdamW. The number has no meaning for vectors.
     matrices: int = 1
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradient has to be summed, besides the data axis."""
+        """The axes over which the gradient has to be summed, besides `data_axis`."""
         return tuple(axis for axis, how in self.along.items() if how == "partial")
 
     @property
@@ -155,8 +158,8 @@ def boxes(box: Box, start: int, stop: int) -> list[Box]:
         b b b b
         c . . .
 
-    A row is one index of the first dimension. In three dimensions it is a matrix. A part of it is found by this
-    function, as elements of a box with one dimension less.
+    A row is one index of the first dimension. In three dimensions it is a matrix. For a part of a row the function
+    calls itself, on a box with one dimension less. In one dimension a row is one element, so every row is complete.
     """
     found = []
     first_row, row_size = box[0].start, math.prod(box_shape(box[1:]))
@@ -176,11 +179,15 @@ def boxes(box: Box, start: int, stop: int) -> list[Box]:
 
 
 def pieces_within(part: slice, box: Box, begin: int) -> list[tuple[Box, slice]]:
-    """A flat tensor holds a box, flattened, from element `begin` on. Return what of the box lies in slice `part`.
+    """Return the pieces of a flattened box that lie in slice `part` of a flat tensor.
 
-    Return it in pieces: a list of (box of the global tensor, its slice of the flat tensor). A shard may begin and end
-    inside a row. It is loaded and saved by these pieces, without a gather.
-    begin: negative if the flat tensor is a shard that begins inside the box.
+    The flat tensor holds the box from element `begin` on. A piece is (box of the global tensor, its slice of the flat
+    tensor). There are several, because `part` may begin and end inside a row.
+
+    In zero.py and muon.py the flat tensor is a shard, and positions count from its start. A box that begins before the
+    shard has a negative `begin`. zero.py loads and saves its own shard by these pieces, without a gather. muon.py lists
+    the pieces of each matrix in the shards of all ranks. In the demo the flat tensor is a whole bucket, and `part` is a
+    shard.
     """
     found = []
     place = max(part.start, begin)
@@ -203,7 +210,7 @@ def draw(seed: int) -> Source:
 
     The global tensor is divided into blocks of whole rows (a row is one index of the first dimension). Each block has
     its own generator, on the CPU. A rank draws the blocks that its box meets, one at a time, and copies its elements.
-    So every rank draws all of a weight that is sharded by columns.
+    Of a weight that is sharded by columns, it draws whole rows, and keeps some columns of them.
     """
     def source(spec: Spec, box: Box) -> Tensor:
         if spec.std == 0:
