@@ -2,15 +2,16 @@
 
     A rank's shard of one bucket, in flat tensors (zero.py):
 
-                 elements that decay     elements that do not (norms, biases)
+                 part that decays        part that does not (norms, biases)
     weights      w w w w w w w w w w     w w w w      master weights, in fp32 (fp64 in fp64 runs)
     gradient     g g g g g g g g g g     g g g g      summed over all ranks
     moment m     m m m m m m m m m m     m m m m      what the rule remembers between steps: one tensor as large as the
     moment v     v v v v v v v v v v     v v v v      weights for each of its moments
                  └─ first call ────┘     └─ second call, with weight_decay = 0
 
-    Under --optimizer muon the two kinds are in different buckets (muon.kind_of). Then one of the calls has no elements,
-    and is left out.
+    A part has all neighbouring parameters that zero.py treats the same (a Span there). A shard may have several parts
+    of each kind, so each call gets lists: all the parts that decay, or all the others. A call without parts is left
+    out, as under --optimizer muon, where the two kinds are in different buckets (muon.kind_of).
 
 A rule is a function that changes weights and moments in place. For gradient G and weights W:
 
@@ -24,16 +25,17 @@ A rule is a function that changes weights and moments in place. For gradient G a
 
 The contract of a rule:
 
-- It treats every element by itself, because a shard may begin and end anywhere in a parameter. Muon needs whole
-  matrices, so it is no such rule: see muon.py. Under --optimizer muon, AdamW updates everything except matrices.
+- It is elementwise, because a shard may begin and end anywhere in a parameter. Muon needs whole matrices, so it is not
+  a rule in this sense: see muon.py. Under --optimizer muon, AdamW updates everything except matrices.
 - Its arguments are lists of flat tensors: weights, grads, then one list per moment. Moments start as zeros. zero.py
   allocates, shards, offloads and saves them.
 - It divides gradients by `grad_scale`, which clips them and undoes the loss scale. So neither needs an extra pass over
   the gradients.
 - It changes nothing if `found_inf` is 1. The host must not read this tensor, because it would have to wait for the GPU.
 
-To add a rule, name its moments in OPTIMIZERS of core/config.py, write a function like apply_sgd, and add both to
-UPDATE_RULES. README.md has Lion as an example. It then works at every level of ZeRO and on every grid.
+To add a rule, name its moments in OPTIMIZERS of core/config.py, write a function like apply_sgd, and add an
+UpdateRule(moments, function) to UPDATE_RULES. README.md has Lion as an example. The rule then works at every level of
+ZeRO and on every grid.
 
 Loshchilov & Hutter 2019 (AdamW); Micikevicius et al. 2018 (mixed precision: master weights, loss scale).
 """
@@ -86,7 +88,7 @@ def apply_sgd(weights: list[Tensor], grads: list[Tensor], *, lr: float, weight_d
 # ---- how zero.py calls them -----------------------------------------------------------------------------------------
 
 class StepScalars(NamedTuple):
-    """The numbers of a step that updates read, besides gradients.
+    """The per-step scalars that update rules and Muon read.
 
     The tensors are scalars on the device of the optimizer state, which is the CPU with --offload optimizer.
     """
@@ -96,7 +98,7 @@ class StepScalars(NamedTuple):
     grad_scale: Tensor  # the loss scale times max(norm / clip, 1)
 
 
-Parts = list[tuple[Spec, Tensor]]  # the parts of a flat tensor, each with the Spec that says whether it decays
+Parts = list[tuple[Spec, Tensor]]  # the parts of a flat tensor, each with a Spec that says whether it decays
 
 
 class UpdateRule(NamedTuple):
@@ -121,7 +123,7 @@ class UpdateRule(NamedTuple):
 
 # --optimizer -> the rule for all elements that are not in Muon's matrices.
 UPDATE_RULES = {"adamw": UpdateRule(OPTIMIZERS["adamw"], apply_adamw), "sgd": UpdateRule(OPTIMIZERS["sgd"], apply_sgd)}
-UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]  # matrices are updated by muon.py
+UPDATE_RULES["muon"] = UPDATE_RULES["adamw"]  # OPTIMIZERS["muon"] names the moments of matrices only, for muon.py
 
 
 # ---- the loss scale -------------------------------------------------------------------------------------------------
