@@ -22,18 +22,20 @@ The last dimension varies fastest. Tensor parallel ranks communicate most, so th
 ranks communicate least, so they are furthest apart.
 
 The real arrays have more dimensions. There are four, and each numbers all ranks, because experts, for example, are
-divided otherwise than the other layers. "others" joins the outer dimensions, which such an array does not tell apart:
+sharded differently from the other layers. "others" is the product of the outer dimensions, which such an array does not
+need separately:
 
     dense       [pp, replicate, shard, cp, tp]
     ulysses     [others, cp_keys, cp_heads, tp]     cp_keys x cp_heads = cp: Ulysses within groups of cp_heads
                                                     ranks, and a ring or an all-gather between the groups (cp.py)
-    heads       [others, kv, kv_copy]               kv x kv_copy = tp, if there are more tp ranks than key and value
-                                                    heads: ranks of one kv_copy group have copies of the same head
+    heads       [others, kv, kv_copy]               kv x kv_copy = tp, if there are more tp ranks than KV heads (heads
+                                                    of keys and values): ranks of one kv_copy group have copies of the
+                                                    same head
     experts     [others, edp, ep]                   edp x ep = shard x cp x tp: an ep group has each expert once, an edp
                                                     group ("expert data parallel") has copies of the same experts
 
-`AXES` defines every axis by the dimensions along which it lies. An axis may join several dimensions. Three things have
-similar names. They have the same ranks in the figure, which has one replica and no context parallelism:
+`AXES` defines every axis by the dimensions along which it lies. An axis may join several dimensions. Do not confuse the
+following three. In the figure they coincide, because it has one replica and no context parallelism:
 
     --dp        the flag: replicate x shard. The flag --dp-replicate is the number of replicas, 1 except in hybrid
                 sharding.
@@ -63,10 +65,13 @@ class Axis(NamedTuple):
     users: str  # which files communicate over the axis, and what
 
 
-# The order matters to run/dryrun.py. If several axes share a process group, it counts the calls for the last of them.
-# In many grids a narrower axis has the same ranks as muon or world. These two come first, so the narrower one counts.
+# The order matters: run/dryrun.py attributes the calls of a shared process group to the last of its axes here. muon and
+# world come first, so that a narrower axis with the same ranks gets the calls.
+#
+# A group of tie is only the two ends of a group of pp: see members_of_axes.
 #
 # Nobody communicates over kv. It is an axis because core/param.py needs a rank's coordinate on it, which is Group.rank.
+# Group.rank asks the process group, so kv has one (with NCCL, a communicator) all the same.
 AXES = {
     "muon": Axis("dense", "shard cp tp", "", "muon.py: momenta and updates of matrices"),
     "world": Axis("dense", "pp replicate shard cp tp", "", "zero.py: the gradient norm; run/: errors and settings"),
@@ -126,7 +131,7 @@ def groups_along(sizes: dict[str, int], *along: str) -> list[list[int]]:
 def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list[int]]]:
     """Return axis -> its groups, each a list of ranks. Axes that the grid or the model has no use for are left out.
 
-    Every rank is in one group of each axis. The exception is "tie": ranks with middle stages are in none of its groups.
+    Every rank is in one group of each axis, except that ranks with middle stages are in no group of "tie".
     Raises ValueError if the grid does not fit on `world` ranks.
     """
     arrays = arrays_of_ranks(grid, model, world)
@@ -169,8 +174,8 @@ def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
     """Return the process groups to make. Axes with the same ranks share process groups, unless their kinds of heavy
     traffic differ. An axis of one rank needs no process group.
 
-    With NCCL each process group has a communicator with buffers of its own, so few are made. But a communicator also
-    has one stream, which executes its collectives in order. While gradients are reduced, backward continues to
+    With NCCL each process group has a communicator with buffers of its own, so few are made. But torch gives each
+    communicator one stream, which executes its collectives in order. While gradients are reduced, backward continues to
     communicate over cp, tp and ep. In the same process group, the collectives of backward would wait for the reduction.
     So one process group carries heavy traffic of at most one kind.
 
@@ -178,7 +183,8 @@ def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
 
         world, data             have little traffic
         muon, tie, kv_copy      have no traffic until all backward passes have ended
-        pp                      sends over links, which are separate process groups
+        pp                      sends activations over links, which are separate process groups; its own process group
+                                carries only a few scalars, such as losses
         replicate               never has the same ranks as an axis with heavy traffic
         kv                      has no traffic
     """
@@ -198,9 +204,9 @@ def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
 
 
 def create_groups(members: list[list[int]], timeout_s: float, is_link: bool = False) -> dist.ProcessGroup | None:
-    """Make process groups with these members, which have no rank in common. Every rank must call this.
+    """Make one process group per list of ranks in `members`. The lists are disjoint. Every rank must call this.
 
-    Return the group of this rank, or None if it has no other member. With NCCL, one split of the world's communicator
+    Return the group of this rank, or None if no other rank is in it. With NCCL, one split of the world's communicator
     makes all the groups. Every rank must be in one of them, so a rank that is in none gets a group of its own. With
     other backends a rank makes only its own group.
     """
@@ -243,7 +249,7 @@ def rounds_of(grid: Grid) -> list[list[tuple[int, int]]]:
     """Return the rounds of links of a pipeline: in each, a list of directed pairs (sender, receiver) of pipeline ranks.
 
     Each pair gets a link. No rank is in two pairs of one round. Activations go in one direction and their gradients in
-    the other, so all neighbours are two pairs.
+    the other, so each two neighbours make two directed pairs, one per direction.
     """
     p = grid.pp
     # With 2 ranks a ring has no other pairs than a line: 0 → 1 and 1 → 0.
