@@ -130,8 +130,9 @@ def done(result: torch.Tensor) -> Pending:
 class Call(NamedTuple):
     """A call of a collective by this rank.
 
-    number: counts this rank's calls on the axis, from 1. All ranks of a group number the same collective alike, except
-        on the axis pp. There sends and receives are counted too, and ranks make different numbers of them.
+    number: counts this rank's calls on the axis, from 1. The same collective has the same number on every rank of its
+        group, except on the axis pp. There sends and receives are counted too, and ranks make different numbers of
+        them.
     """
     operation: str
     axis: str
@@ -142,9 +143,9 @@ class Call(NamedTuple):
 sent: Counter[str] = Counter()  # axis -> bytes that this rank has sent
 calls: Counter[str] = Counter()  # axis -> collectives that it has called
 
-# Every collective is called, and later waited for, in the context watch(call), which yields the call. This one does
-# nothing else. run/ranks.py replaces it by one that records the calls. If ranks wait forever, the watchdog of
-# run/faults.py can then say which rank is missing.
+# A hook. Every collective is called, and later waited for, in the context watch(call), which yields the call. The
+# default, nullcontext, does nothing more. run/ranks.py replaces it by a context that records the calls. If ranks wait
+# forever, the watchdog of run/faults.py can then say which rank is missing.
 watch: Callable[[Call | None], AbstractContextManager] = nullcontext
 
 
@@ -191,8 +192,8 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: list[int], inp
     if group.size == 1:
         return done(out.copy_(x))
     assert x.is_contiguous() and out.is_contiguous()
-    own_rows = input_splits[group.rank]  # stay on this rank
-    with calling("all_to_all", group, x.nbytes - x[:own_rows].nbytes) as call:  # any own_rows rows have as many bytes
+    own_rows = input_splits[group.rank]  # how many stay here; below, the first rows of x stand in for them
+    with calling("all_to_all", group, x.nbytes - x[:own_rows].nbytes) as call:
         work = dist.all_to_all_single(out, x, output_splits, input_splits, group=group.process_group,
                                       async_op=async_op)
         return Pending(work, out, x, call=call)
@@ -324,9 +325,12 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
     """Yield the group of all ranks that torchrun started. The backend is NCCL on GPUs, and gloo on CPUs.
 
     store: where the ranks find each other; None for torch's own.
-    The body of the `with` should be one function call, whose variables are freed when it returns. A gloo group that is
-    still referenced when the interpreter exits aborts the process. Buckets and parameters refer to each other and to
-    groups, so only the garbage collector frees them. After an exception nothing is cleaned up: the process exits.
+
+    A gloo group that is alive when the interpreter exits aborts the process. Buckets and parameters refer to groups and
+    to each other, so only the garbage collector can free them, in the gc.collect() at the end. Nothing else may refer
+    to them then: let the body of the `with` be one function call, whose variables are freed when it returns.
+
+    After an exception nothing is cleaned up: the process exits.
     """
     device = torch.device(device)
     # torch warns that a link executes its transfers one after the other. Both its ranks issue them in the same order.
@@ -341,7 +345,8 @@ def world(device: torch.device | str = "cpu", timeout_s: float = 600,
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor of the host to the device, from pinned memory, so that the host need not wait for the copy."""
+    """Copy a tensor of the host to the device. It is pinned first, so that the host need not wait for the copy to the
+    device."""
     if torch.device(device).type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
