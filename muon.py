@@ -10,8 +10,8 @@
     update of weights     w1  w2  w3'      w3" w4  w5       element by element, in the shards
 
 The momentum of a matrix usually has a few large singular values, so a step along it changes the weights in few
-directions. Muon sets all singular values to about 1: if N = U S V^T, the update is about U V^T. A few matmuls compute
-this without a decomposition (Newton-Schulz iterations). For a matrix W of R x C, with its gradient G:
+directions. Muon sets all singular values to about 1: if the momentum is U S V^T, the update is about U V^T. A few
+matmuls compute this without a decomposition (Newton-Schulz iterations). For a matrix W of R x C, with its gradient G:
 
     M = mu M + (1 - mu) G                     momentum, mu = 0.95
     N = mu M + (1 - mu) G                     Nesterov's look ahead, with the new M
@@ -22,10 +22,13 @@ this without a decomposition (Newton-Schulz iterations). For a matrix W of R x C
 
 Embedding, head, biases and norms keep AdamW (optimizers.py).
 
-ZeRO and tensor parallelism cut matrices. Orthogonalising each shard by itself would be a different update: in the demo
+ZeRO and tensor parallelism cut matrices. Orthogonalising each shard on its own would be a different update: in the demo
 it is 71% off on 2 ranks and 98% on 8. Gathering every matrix on every rank would repeat its matmuls n times. So each
 matrix has one owner among the n ranks that share its pipeline stage: the axis "muon", shard x cp x tp. At ZeRO level 0
 ranks hold copies, and share the work in the same way. With --dp-replicate each replica does all the work.
+
+Shapes: n ranks of the axis "muon"; P parameters in the matrices of a pipeline rank's layers, over all its tp ranks;
+R x C a whole matrix.
 
 Saves: the second moment of all matrices, which is 4 of 18 bytes per parameter in a bf16 run (weight 2, gradient 4,
        master weight 4, two moments 8). Also steps: Liu et al. need about half as many as with AdamW.
@@ -34,13 +37,12 @@ Costs: 20 to 30 min(R, C) FLOPs per matrix parameter and step, computed only by 
        less in the first, because an owner may have a copy, and up to P in the second. The first overlaps with AdamW's
        updates, the second with nothing.
        Memory during the update, in elements of 2 bytes in 16-bit runs: up to 3 times the rank's shard (N, what the rank
-       sends, what it receives), and the matrices that it owns. Orthogonalising needs less, unless shards are small.
+       sends, what it receives), and the matrices that it owns. The temporaries of `orthogonalize` are usually smaller
+       than that.
 Stops helping when: batches are so small that these FLOPs are not negligible compared with forward and backward; or a
        few large matrices cannot be divided evenly among the owners.
 
 Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training: decay, the factor 0.2 sqrt(max(R, C))).
-Shapes: n ranks of the axis "muon"; P parameters in the matrices of a pipeline rank's layers, over all its tp ranks;
-R x C a whole matrix.
 """
 import math
 from collections import defaultdict
@@ -57,7 +59,7 @@ from core.param import Box, Spec, box_shape, local_box, parameter, pieces_within
 from optimizers import StepScalars
 
 MOMENTUM = 0.95  # mu
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: steepest at 0, and singular values stay near 1
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c by Jordan: a steep slope at 0; values end near 1, not at 1
 ITERATIONS = 5
 STACKED = 2**24  # the most elements of equal matrices that are orthogonalised in one batched matmul
 
@@ -148,9 +150,13 @@ def matrix_shape(spec: Spec) -> tuple[int, int]:
 def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
     """Yield (number of the matrix, box of it that the rank has), in the order in which the bucket has them.
 
-    A box is a block of a matrix: one slice per dimension. ZeRO's cut comes later, in pieces_of. Tensor parallelism cuts
-    only single matrices. A stack is always a weight of experts, [E, ...], with the same number of matrices per expert.
-    Only expert parallelism cuts it, between experts, so its matrices are whole.
+    A box is a block of a matrix: one slice per dimension. ZeRO's cut comes later, in pieces_of.
+
+    matrices == 1   A single matrix, which tensor parallelism may cut. The gate and the up projection of a dense layer
+                    are two parameters, of one matrix each.
+    matrices > 1    Always a weight of E experts, [E, ...], with the same number of matrices per expert. Only expert
+                    parallelism cuts it, and only between experts, so its matrices are whole.
+
     places: axis -> the rank's place on it, as in groups.peers_of: `size` of its group there, and its `rank` in the
         group.
     """
@@ -178,7 +184,7 @@ class Piece(NamedTuple):
     box: Box
     rank: int  # the rank that has the piece, on the axis "muon"
     bucket: int  # the index of the bucket in Muon.buckets
-    place: slice  # where the piece lies in the rank's shard of this bucket
+    place: slice  # where the piece lies in the rank's shard of this bucket; not one of the `places` of an axis
 
     @property
     def numel(self) -> int:
@@ -199,9 +205,9 @@ class Matrix(NamedTuple):
 def find_matrices(buckets: Sequence, peers: Sequence[Mapping]) -> list[Matrix]:
     """Return the matrices of all layers of this pipeline rank, sorted by name.
 
-    buckets: zero.py's ShardedBuckets with matrices. All ranks lay them out alike: bucket.numel elements, in which each
-        parameter begins at bucket.offset[parameter]. If bucket.is_sharded, the ranks of bucket.group have shards of
-        equal size.
+    buckets: zero.py's ShardedBuckets with matrices. They have the same layout on all ranks: bucket.numel elements, in
+        which each parameter begins at bucket.offset[parameter]. If bucket.is_sharded, the ranks of bucket.group have
+        shards of equal size.
     peers: the places (see local_matrices) of each rank of the axis "muon".
     """
     found: dict[tuple[str, int], Matrix] = {}
@@ -218,7 +224,7 @@ def pieces_of(bucket, index: int, rank: int, places: Mapping) -> Iterator[tuple[
     """Yield (shape of the matrix, piece) for each piece in one rank's shard of the bucket.
 
     index: the bucket's. rank, places: of the rank that has the shard. All positions below count from the start of the
-    shard, so a matrix that begins before the shard has a negative one.
+    shard, so a matrix that begins before the shard has a negative `begin`.
     """
     data_place = places[bucket.group.axis] if bucket.is_sharded else ALONE  # which of the equal shards the rank has
     shard = shard_slice(bucket.numel, data_place.size, data_place.rank)
@@ -258,8 +264,8 @@ def choose_owners(matrices: Sequence[Matrix], n: int) -> list[int]:
 def one_of_each_box(pieces: list[Piece], owner: int) -> list[Piece]:
     """Return the pieces that the owner receives, one of each box: its own if it has the box, or the nearest rank's.
 
-    Boxes of different ranks are equal or have no element in common: all ranks lay out their buckets alike, so ZeRO cuts
-    all copies of a part of the matrix in the same places.
+    Boxes of different ranks are equal or have no element in common (asserted in Muon.__init__): buckets have the same
+    layout on all ranks, so ZeRO cuts all copies of a part of the matrix in the same places.
     """
     nearest: dict[tuple, Piece] = {}
     for piece in pieces:
@@ -272,7 +278,7 @@ def one_of_each_box(pieces: list[Piece], owner: int) -> list[Piece]:
 # ---- the exchange ---------------------------------------------------------------------------------------------------
 
 class Exchange:
-    """An all-to-all of pieces.
+    """An all-to-all of pieces. The pieces that an owner has itself also go through it: it sends them to itself.
 
     add         Call this once for each piece that any rank sends, on all ranks in the same order.
     start       Start to send. Takes the values of the pieces that this rank sends, in the order of `outgoing`.
@@ -356,8 +362,8 @@ class Muon:
         """Update the momenta, and start to send N to the owners.
 
         grads: bucket -> gradient of its shard. zero.py has divided it by step.grad_scale (in Optimizer.clip_grads). The
-            rules of optimizers.py divide by themselves, in their fused kernels, but Muon has none. With --offload
-            optimizer the gradient may still be on its way to the host, which has the momenta. So it is a Pending.
+            rules of optimizers.py divide in their fused kernels, but Muon has none. With --offload optimizer the
+            gradient may still be on its way to the host, which has the momenta. So it is a Pending.
 
         If step.found_inf is 1, nothing changes. The host cannot read it without waiting for the GPU. So everything is
         computed, and then not applied.
@@ -373,10 +379,7 @@ class Muon:
         return nesterov_momentum(grad, m).to(self.to_owners.like)
 
     def finish(self, step: StepScalars) -> None:
-        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards.
-
-        Padding belongs to no piece, so it gets no update. Its N is zero, because its gradient is.
-        """
+        """Orthogonalise the matrices that this rank owns, send the updates back, and apply them to the shards."""
         n_of_shards, applied = self.n_of_shards, self.applied
         self.n_of_shards = self.applied = None  # so that they are freed when this returns
         whole = {}  # name -> matrix that this rank owns: first N, then its update
@@ -388,7 +391,9 @@ class Muon:
 
         self.from_owners.start([whole[piece.matrix_name][piece.box] for piece in self.from_owners.outgoing])
         whole.clear()
-        updates = n_of_shards  # the same tensors: this overwrites N, which is not needed any more
+        # The updates overwrite N, which is not needed any more. Padding belongs to no piece, so it keeps its N. That is
+        # zero, because the gradient of padding is zero.
+        updates = n_of_shards
         self.from_owners.finish([updates[piece.bucket][piece.place] for piece in self.from_owners.incoming])
         for bucket, update_of_shard in zip(self.buckets, updates):
             update = update_of_shard.to(bucket.master.device, bucket.acc_dtype)
