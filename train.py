@@ -69,16 +69,14 @@ def main(settings: config.Config) -> None:
 
 
 def train(run: job.Run) -> None:
-    """Run the whole training; every rank calls this.
-
-    groups: axis of the grid -> this rank's Group, the ranks that differ from it along this axis only. A group of one
-    rank communicates nothing. core/groups.py defines all axes. Besides pp, cp, tp and ep, this file uses:
-
-        data    the ranks that have different tokens, --dp x --cp. Losses, and gradients, are summed over them.
-        dp      not --dp: the ranks that ZeRO shards over. They are the ranks of "data", or with --dp-replicate the
-                ranks of one replica.
-    """
+    """Run the whole training; every rank calls this."""
     settings = run.settings
+    # groups: axis of the grid -> this rank's Group, the ranks that differ from it along this axis only. A group of one
+    # rank communicates nothing. core/groups.py defines all axes. Besides pp, cp, tp and ep:
+    #
+    #     data    the ranks that have different tokens, --dp x --cp. Losses and gradients are summed over them.
+    #     dp      not --dp: the ranks that ZeRO shards over. They are the ranks of "data", or with --dp-replicate the
+    #             ranks of one replica.
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     model = build_model(settings, groups, run.device)
     pipeline = build_pipeline(settings, groups, run.device)
@@ -93,21 +91,22 @@ def train(run: job.Run) -> None:
             losses = forward_backward(model, pipeline, optimizer, step.micro_batches, groups)
         with profile_range("optimizer"):
             lr = learning_rate(step.number, settings.optim)
-            # The run's own numbers, such as requests to stop. `step` sums them over all ranks, in place, in the same
-            # all-reduce as the norm.
+            # The run's own numbers, such as requests to stop. `optimizer.step` sums them over all ranks, in place, in
+            # the same all-reduce as the norm.
             to_sum = run.to_sum()
             norm = optimizer.step(lr, to_sum=to_sum)
         results = {"loss": losses[0]}
         if settings.model.mtp:
             results["mtp_loss"] = losses[1]
         results |= {"norm": norm, "to_sum": to_sum}
-        # step.samples are the samples of the global batch, because update_balance averages over all ranks.
+        # step.samples is the whole global batch, not this rank's part: update_balance divides by its size.
         results |= update_balance(model, groups, norm.isfinite(), sequences=len(step.samples))
         run.end_step(lr, results)
 
 
 # ---- the model, the pipeline and the optimizer ----------------------------------------------------------------------
-# Techniques do not see the settings: here each setting becomes an argument of the file that implements it.
+# The files of the techniques see only the model's shape and the grid, not the run's settings: here each setting becomes
+# an argument of the file that implements it.
 
 def build_model(settings: config.Config, groups: Groups, device: torch.device | str) -> Llama:
     """Build this rank's pipeline stages, with its shards of their layers.
@@ -189,7 +188,8 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.grad_clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
                      offload=OffloadedState if precision.offloads("optimizer") else None,
-                     # ZeRO-3 keeps the head whole after its forward, because its backward follows immediately.
+                     # ZeRO-3 keeps the head whole from its forward to its backward, which follows directly in most
+                     # schedules.
                      head=model.head,
                      # The ranks that share Muon's work, and where each is in the grid:
                      peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
@@ -207,8 +207,10 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     """
     grid, cp = settings.grid, groups["cp"]
     dp_rank = groups["data"].rank // cp.size  # "data" is --dp x --cp; context parallel ranks read the same sequences
-    # c and i are the number of context parallel ranks, and this one's place. tp is the number of tensor parallel ranks
-    # that split a shard's tokens again, and document_ranks how many ranks --cp-zigzag document deals each document to.
+    # c               the number of context parallel ranks
+    # i               this rank's place among them
+    # tp              the number of tensor parallel ranks that split a shard's tokens again
+    # document_ranks  how many ranks --cp-zigzag document deals each document to
     shard = partial(shard_sequences, c=cp.size, i=cp.rank, tp=grid.sequence_shards, document_ranks=grid.document_ranks)
     local = []
     for batch in samples.step(first, sequences, settings.batch.micro_batch, dp_rank, grid.dp, end):
@@ -222,13 +224,14 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
 
 def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, micro_batches: list[MicroBatch],
                      groups: Groups) -> torch.Tensor:
-    """Run the forwards and backwards of a step: gradients of the mean loss over all valid tokens of the global batch.
+    """Run the forwards and backwards of a step, which accumulate the gradients of the loss of the global batch.
 
-    Returns this mean, [1], nan if no token has a loss. With multi-token prediction, whose loss is added times its
-    weight, returns both means, [2].
+    The loss is the mean over all tokens that have one. Multi-token prediction has a mean of its own, whose weighted
+    loss is added. Returns the means: [1], or [2] with multi-token prediction. A mean is nan if no token has a loss.
+
     Every loss is divided by a count of the whole global batch, over all ranks and micro-batches: token losses by the
-    tokens that have a loss, auxiliary losses of experts by the sequences. So each gradient is a plain sum over
-    micro-batches and ranks.
+    number of tokens that have a loss, auxiliary losses of experts by the number of sequences. So each gradient is a
+    plain sum over micro-batches and ranks.
     """
     dp = groups["data"].size // groups["cp"].size  # as --dp: context parallel ranks have the same sequences
     sequences = sum(len(batch.tokens) for batch in micro_batches) * dp
@@ -237,7 +240,7 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
     token_counts = token_counts.to(acc_dtype(model.execution.dtype))
     # The model returns sums of token losses. The gradient of each sum is 1 / count, in fp16 times the loss scale.
     loss_grad = optimizer.scale_loss(1 / token_counts.clamp(min=1))  # min=1 avoids 1 / 0
-    loss_grad[1:].mul_(model.mtp_weight)
+    loss_grad[1:].mul_(model.mtp_weight)  # [1:] is empty without multi-token prediction
     aux_loss_scale = optimizer.scale_loss(1 / sequences)
     loss_sums = torch.zeros_like(token_counts)
 
@@ -245,8 +248,8 @@ def forward_backward(model: Llama, pipeline: Pipeline, optimizer: Optimizer, mic
         """Stage `stage` of micro-batch k. x: the previous stage's activation. Returns an activation, or the loss."""
         batch = micro_batches[k]
         # The fused loss computes its gradients in forward already. For this it needs loss_grad, the gradient that its
-        # result will get in backward. It does not multiply the result: the product below makes backward supply exactly
-        # this gradient.
+        # result will get in backward. The value that `model` returns is still the plain sum of the tokens' losses.
+        # `y * loss_grad` below makes autograd pass exactly loss_grad back to it.
         y = model(batch.tokens, batch.positions, batch.documents, stage=stage, x=x, labels=batch.labels,
                   next_tokens=batch.next_tokens, next_labels=batch.next_labels, loss_grad=loss_grad,
                   aux_loss_scale=aux_loss_scale)
