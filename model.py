@@ -5,32 +5,43 @@
     block:   x ──┬── norm ──► attention ──(+)──┬── norm ──► feed-forward, or experts ──(+)──►
                  └─────────────────────────┘   └────────────────────────────────────────┘
 
-    B    sequences in a micro-batch                         H    hidden size
-    S    tokens of a sequence                               N    query heads
-    s    S/c tokens, on each of c context parallel ranks    K    key and value heads
+    B    sequences in a micro-batch                         V    vocabulary
+    S    tokens of a sequence                               H    hidden size
+    s    S/c tokens, on each of c context parallel ranks    N    query heads
+    t    tensor parallel ranks                              K    key and value heads
     T    B s tokens, which the t ranks of a tensor          D    head width
          parallel group have in common                      F    channels of a feed-forward or of an expert
-    t    tensor parallel ranks                              E    experts
-    V    vocabulary
+                                                            E    experts
 
-[T/t, H] between layers assumes sequence parallelism. Without it, each tensor parallel rank has [T, H] there.
+With sequence parallelism, a rank has T/t of the T tokens between layers: an activation [T/t, H]. Without it, each
+tensor parallel rank has all of them there: [T, H].
 
-What makes it parallel is inside the layers that it is built from:
+What makes it parallel is inside the layers that it is built from. `context`, a ForwardContext, holds what all layers of
+a forward share.
 
-    tensor      Between layers a rank has T/t of the tokens, [T/t, H]. A ColumnParallelLinear gathers all T of them and
-                computes this rank's heads or channels. A RowParallelLinear sums over ranks, back to [T/t, H] (tp.py).
+    tensor      A ColumnParallelLinear gathers all T tokens from [T/t, H] and computes this rank's heads or channels. A
+                RowParallelLinear sums over ranks, back to [T/t, H] (tp.py).
     context     The function in `context.attention` lets this rank's queries see all keys (cp.py).
     expert      MixtureOfExperts sends each token to the ranks that have its experts (ep.py).
     pipeline    Llama builds this rank's stages only, and `forward` runs one of them. Its caller connects them (pp.py).
-    data        does not appear: the optimizer sums gradients and, with ZeRO-3, gathers a block's weights (zero.py).
+    data        No layer communicates over it. The optimizer sums gradients and, with ZeRO-3, gathers a block's weights,
+                by hooks on the modules that Llama.units lists (dp.py, zero.py). MultiTokenPrediction is written so
+                that it does not disturb these hooks.
 
 A layer says how each of its weights is divided in a Spec (core/param.py): {"tp": 0} is sharded by rows over the tensor
 parallel ranks, {"tp": 1} by columns. A weight that is whole on each rank is "replicate" if all have its full gradient,
 "partial" if each has one term of it and the terms must be summed. `make` turns a Spec into this rank's parameter.
 
-Recomputation shows in two places (recompute.py). With --recompute full, `context.recompute(block, x)` saves only x and
-runs the block again in backward. With --recompute selective, `context.recompute.drop(h, y, f, x)` frees h = f(x) once y
-has been computed from it, and computes it again when the backward of y begins. Without --recompute both do nothing.
+Recomputation (recompute.py): with --recompute full, `context.recompute(block, x)` saves only x and runs the block again
+in backward. --recompute selective shows in two places. An attention that would save its scores computes them again
+instead (attention_by_window). And in
+
+    h = norm(x)
+    y = layer(h)
+    context.recompute.drop(h, y, norm, x)
+
+`drop` frees h, and computes it again as norm(x) when the backward of y begins. Without --recompute, `recompute` only
+calls the block, and `drop` does nothing.
 
 Touvron et al. 2023 (Llama); Ainslie et al. 2023 (grouped queries).
 """
@@ -74,8 +85,8 @@ class ForwardContext(NamedTuple):
 def table_spec(config: Model, name: str) -> Spec:
     """Return the Spec of the embedding's or the head's table.
 
-    The first and the last pipeline stage both have the table if the two are tied, or if multi-token prediction reads
-    the embedding. Its gradient is then the sum of theirs, over the axis "tie".
+    The first and the last pipeline stage both have the table if embedding and head are tied, or if multi-token
+    prediction reads the embedding. The table's gradient is then the sum of both stages' gradients, over the axis "tie".
 
     matrices=0 says that the parameter has no matrix for Muon. AdamW updates it, as usual for tables (muon.py).
     """
@@ -105,8 +116,9 @@ class Attention(nn.Module):
         self.head_counts = [config.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
 
         q_rows, kv_rows = config.heads * D, config.kv_heads * D
-        # If t > K, tp splits into kv x kv_copy. The K ranks along "kv" have one head each. The t/K ranks along
-        # "kv_copy" have the same head and different queries, so each has one term of the head's gradient.
+        # If t > K, tp splits into kv x kv_copy: t = 8 and K = 2 give kv 2 x kv_copy 4. The K ranks along "kv" have one
+        # head each. The t/K ranks along "kv_copy" have the same head and different queries, so each has one term of
+        # the head's gradient.
         kv_along = {"kv": 0, "kv_copy": "partial"} if t > config.kv_heads else {"tp": 0}
         projections = (
             ("q", q_rows, {"tp": 0}),
@@ -272,6 +284,7 @@ class Llama(nn.Module):
         self.layers_of_stage, self.owners = stages.layers_of_stage, stages.owners
         self.last_stage = len(stages.owners) - 1
         tp = groups.get("tp", ALONE)
+        # One rank: no sequence parallelism.
         self.tp = TensorParallel(tp, execution.sequence, execution.async_tp) if tp.size > 1 else TensorParallel(tp)
         self.recompute = make_recompute(execution, stages, self.tp)
         self.cached_angles: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
@@ -300,7 +313,12 @@ class Llama(nn.Module):
 
     def units(self) -> dict[int, list[nn.Module]]:
         """Return each stage's modules in forward order. Each is an FSDP unit: ZeRO-3 gathers and frees its weights, and
-        reduces its gradients, together."""
+        reduces its gradients, together.
+
+        On a rank with the first and the last stage, a tied table is a parameter of two modules. So is the embedding's
+        with multi-token prediction. dp.py puts such a table into a bucket of its own, which is reduced after the
+        gradients of both.
+        """
         units = {}
         for stage, layers in self.layers_of_stage.items():
             modules = [self.blocks[str(layer)] for layer in layers]
@@ -373,7 +391,7 @@ class Llama(nn.Module):
         attention = attention_by_window(
             map(config.window_of, self.layers_of_stage[stage]), tokens, documents, kernel=execution.attention,
             head_dim=config.head_dim, dtype=execution.dtype, groups=groups, style=style, earlier=earlier,
-            recompute=execution.recompute == "selective")
+            recompute=execution.recompute == "selective")  # "full" recomputes the whole block, attention with it
         routing = make_routing_info(tokens, cp, tp.group, aux_loss_scale) if self.routers else None
         if positions is None:
             angles = self.angles_in_sequence(tokens.shape[1], tokens.device)
@@ -471,9 +489,9 @@ class MultiTokenPrediction(Block):
         self.e_norm = RMSNorm(make, name + "enorm", H, config.norm_eps, norm_along)
         self.h_norm = RMSNorm(make, name + "hnorm", H, config.norm_eps, norm_along)
         self.norm = RMSNorm(make, name + "shared_head.norm", H, config.norm_eps, norm_along)
-        # A ColumnParallelLinear that is called with a group of one is a plain linear layer, which FP8 finds among the
-        # others. This one is whole on every rank, for the tokens that the rank has between layers. Its gradient is
-        # summed like a norm's.
+        # A plain linear layer, replicated over tp: forward calls it with a group of one, for the tokens that the rank
+        # has between layers. It is a ColumnParallelLinear only so that train.py's multiply_in_fp8 converts it, too.
+        # Its gradient is summed like a norm's.
         self.project = ColumnParallelLinear(make, Spec(name + "eh_proj", (H, 2 * H), norm_along, std=INIT_STD))
 
     def forward(self, h: Tensor, context: ForwardContext) -> Tensor:
