@@ -26,12 +26,12 @@ Stops helping when: m is not much larger than p, or the layers cannot be split i
 What is easily got wrong:
 - The loss is divided once, in the last stage, by the number of tokens of the global batch. No stage scales gradients.
 - Two ranks must issue their transfers in the same order, or both wait forever. schedules.with_transfers puts a send
-  and its receive into both lists at once.
+  and its receive into both lists in the same step.
 - With NCCL, a process group whose communicator is made at init (`device_id=`, as here) runs its sends and receives one
   after the other, whoever the peers are. A receive then blocks all later transfers of the group until the sender
   arrives. So each directed pair of ranks that exchanges has a group of its own (core/collectives.py: Group.links). With
-  one group for all, an interleaved step of 8 ranks, two model chunks per rank and 16 micro-batches takes 44% longer in
-  a replay of its transfers (tests/test_pp.py).
+  one group for all, a step takes much longer: 44% in a replay of an interleaved step of 8 ranks, two model chunks per
+  rank and 16 micro-batches, where F takes one unit of time, B two and a transfer none (tests/test_pp.py).
 - Only the next stage needs a stage's output. Backward needs only the output's edge in autograd's graph, so the engine
   keeps the edge and frees the output.
 - A tied embedding has a gradient in the first stage and one in the last. They are added after each has been summed over
@@ -61,7 +61,7 @@ Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 def all_forward_all_backward(forward: Forward, micro_batches: int, shape: tuple[int, ...], dtype: torch.dtype,
                              group: Group) -> None:
-    """Run the forwards and backwards of a step, with one stage per rank. shape, dtype: of an activation."""
+    """Run the forwards and backwards of a step on CPUs, with one stage per rank. shape, dtype: of an activation."""
     me = group.rank
     last = group.size - 1
     saved = []  # from forward to backward: x and y of each micro-batch
@@ -94,10 +94,11 @@ class ActionRunner:
 
     Compared with the plain version's loop bodies: a backward may be split into its halves I and W, and a stage's output
     is freed, except for its edge in the graph. A runner sends nothing. A result becomes an entry of `inputs`, under the
-    name of the stage that needs it. If that stage is on another rank, the engine takes the entry and sends it.
-    Otherwise this rank's own next action takes it.
+    stage that needs it. If that stage is on another rank, the engine takes the entry and sends it. Otherwise the action
+    of that stage, on this rank, takes it later.
 
-    around: around(action) is a context in which the action runs once it has its inputs. run/dryrun.py measures there.
+    around: around(action) is a context manager that is entered when the inputs have arrived, so it does not measure
+        the waiting. run/dryrun.py measures with it.
     """
 
     def __init__(self, last_stage: int, around: Callable[[Action], AbstractContextManager] = profile_range):
@@ -107,8 +108,9 @@ class ActionRunner:
     def begin_step(self) -> None:
         # From forward to backward: (stage, micro-batch) -> (input, the output's edge in the graph).
         self.graphs = {}
-        # ("F" or "B", the stage that needs it, micro-batch) -> a Pending of an activation, or of a gradient. It was
-        # computed here, for this rank or another one, or it is being received.
+        # A mailbox, also for outputs that wait to be sent: ("F" or "B", the stage that needs it, micro-batch) -> a
+        # Pending of an activation or of a gradient. It was computed here, for this rank or another one, or it is being
+        # received.
         self.inputs = {}
 
     def take(self, what: str, stage: int, k: int) -> torch.Tensor:
@@ -134,7 +136,8 @@ class ActionRunner:
                 backward_weight((stage, k))
             else:
                 saved_x, edge = self.graphs.pop((stage, k))
-                # Both fill saved_x.grad. I queues the weight gradients under (stage, k), with the tensors that W needs.
+                # Both fill saved_x.grad. I also queues the weight gradients, with the tensors that W needs (a queue of
+                # core/gradients.py, whose key is (stage, k)).
                 if op == "I":
                     backward_input((stage, k), edge, grad)
                 else:
@@ -148,9 +151,9 @@ class ActionRunner:
 class Engine(ActionRunner):
     """Runs one rank's part of any plan. A plan of one stage, without a group, is gradient accumulation.
 
-    This changes the plain version's order, from two loops to the plan's list, and its transfers, which are now
-    asynchronous. A rank issues a receive where `with_transfers` has put it into its list, and waits only before the
-    action that needs the tensor.
+    Two things differ from the plain version: the order of the actions, which is the plan's list instead of two loops,
+    and the transfers, which are asynchronous. A rank issues a receive where `with_transfers` has put it into its list,
+    and waits only before the action that needs the tensor.
     """
 
     def __init__(self, plan: Plan, group: Group = ALONE, device: torch.device | str = "cpu",
@@ -164,9 +167,9 @@ class Engine(ActionRunner):
     def connect(self, lists: list[list[Action | Transfer]]) -> None:
         """Connect every pair of ranks that will exchange, by sending one number, in the same order on all ranks.
 
-        Otherwise a pair is connected by its first transfer, where both ranks must meet: NCCL sets up the connection
-        then, and so does PyTorch's ProcessGroupNCCL with the communicator, if the group has none yet. In a schedule's
-        order, ranks could wait in a circle.
+        Each pair's number goes through the link of this pair. Otherwise the pair's first transfer would connect it, and
+        both ranks would have to meet there: NCCL then sets up the connection, and PyTorch creates the communicator if
+        the group has none. In a schedule's order, ranks could wait in a circle.
         """
         pairs = set()
         for source, items in enumerate(lists):
@@ -209,7 +212,10 @@ class Engine(ActionRunner):
 
 
 class Pipeline:
-    """The engines of a run: one for each number of micro-batches that a step has had so far (a batch ramp changes it).
+    """The engines of a run, each made when it is first needed.
+
+    There is one for each number of micro-batches that a step has had so far, because a batch ramp changes it. An
+    evaluation, which runs forwards only, has its own engines.
 
     plan_of: number of micro-batches -> the schedule's plan.
     """
