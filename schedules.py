@@ -9,7 +9,8 @@
              rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
              rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-F3 is the forward of micro-batch 3. F, I and W take one unit of time here, B takes two. Blanks are idle time.
+F3 is the forward of micro-batch 3. F, I and W take one unit of time here, B takes two. Blanks are idle time. The bars
+mark the phases of rank 0. Later ranks have a shorter warmup.
 
 A schedule is a function that returns the order of one rank: a list of actions (op, stage, micro-batch).
 
@@ -53,13 +54,15 @@ The formulas hold if m >= 2p, n divides m, and W <= min(F, I). Papers divide a b
     relative to the computation (Megatron, Llama)    bubble / (m(F+B))          = (p-1)/m
 
 For zb-h2 the bubble is counted from a rank's own first F to its own last W. Its ranks start and end one after the
-other, and the next step would fill the gap. All other bubbles are of a whole step, which begins and ends at once on all
-ranks. `bubble` and the demo count a whole step for zb-h2, too: they print as much as for zb-h1.
+other, and the next step would fill the gap. All other bubbles are of a whole step, which begins on all ranks together
+and ends when the last rank is done. `bubble` and the demo count a whole step for zb-h2, too: they print as much as for
+zb-h1.
 
 In the repository DualPipe, a forward and the backward after it are one action, which takes the time F&B and sends both
 results at its end. Its bubble is (p/2-1)(F&B + B - 3W). Without overlap, F&B = F + B, this is (p-2)F if F = I = W.
-This file keeps both as separate actions and sends each result at once, which halves the bubble. It gives up what the
-joint action is for: the experts' all-to-all of the forward runs under the computation of the backward, and vice versa.
+This file keeps both as separate actions and sends each result as soon as it exists, which halves the bubble. It gives
+up the purpose of the joint action: the experts' all-to-all of the forward runs under the computation of the backward,
+and vice versa.
 
 Huang et al. 2019 (GPipe: afab); Narayanan et al. 2021 (1F1B, interleaved); Llama Team 2024, section 3.3.2 (any n); Qi
 et al. 2023 (zero bubble: H1, H2) and 2024 (V); DeepSeek-AI 2024, section 3.2.1, and the repository DualPipe.
@@ -102,11 +105,11 @@ class Plan(NamedTuple):
 # A schedule is a function of (r, p, m, v, n) that returns the order of rank r; most need three of the five numbers.
 
 def one_f_one_b(r: int, p: int, m: int, v: int, n: int, warmup: int) -> list[Action]:
-    """Run `warmup` forwards, then one forward and one backward in turns, then the backwards that are left.
+    """Run `warmup` forwards, then alternate one forward and one backward, then run the backwards that are left.
 
     Rank r has the stages r, p + r, 2p + r ... With n = p the order is called depth first, with n = m breadth first.
     """
-    in_turn = []  # (chunk, micro-batch)
+    in_turn = []  # (chunk, micro-batch), in the order of this rank's forwards
     for first in range(0, m, n):
         for chunk in range(v):
             for k in range(first, min(first + n, m)):
@@ -179,8 +182,10 @@ def zb_h2(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
 
 
 def zb1p(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
-    """zb-h1 with several chunks per rank. The warmup takes the first group through all chunks except the last, as
-    in `interleaved`."""
+    """zb-h1 with several chunks per rank, as PyTorch's ScheduleInterleavedZeroBubble. (DeepSeek-V3 calls zb-h1 ZB1P.)
+
+    The warmup takes the first group through all chunks except the last, as in `interleaved`.
+    """
     return split_backwards(one_f_one_b(r, p, m, v, n, warmup=(v - 1) * n + p - 1 - r), lag=r)
 
 
@@ -232,7 +237,13 @@ class TwoChunkOrder:
 def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     """The stages of a rank are r and 2p-1-r, a V: the last stage is on rank 0, and its backward starts early.
 
-    The counts are times, with F = I = W = 1. The V turns on rank p-1, which has the stages p-1 and p.
+    Three ranks, one per row, and six micro-batches; chunk 1 is in lower case:
+
+    0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 F5 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 f5 i5 w5 I3 W3 I4 W4 I5 W5
+    1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 F5 I1 W1 f4 i3 w3 I2 W2 f5 i4 w4 I3 i5 I4 W3 I5 W4 w5 W5
+    2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 F5 I2 W2 f5 i3 w3 I3 i4 I4 i5 I5 W3 w4 w5 W4 W5
+
+    The counts below are times, with F = I = W = 1. The bend of the V is on rank p-1, which has the stages p-1 and p.
     """
     order = TwoChunkOrder((r, 2 * p - 1 - r), m)
     full = max(2 * p - 1, m)  # fewer do not fill the pipeline: micro-batches beyond m are left out
@@ -241,25 +252,25 @@ def zb_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     # Until the gradient of micro-batch 0 is back from the last stage, on rank 0. Its forward passes r stages to there,
     # and its gradient r stages from there: 2r.
     order.repeat(r, "Fb Fa")
-    # Until this gradient is back from rank p-1, for this rank's first stage. From here to the turn it takes p-r units,
-    # one per rank. On the way back it takes two per rank, because a forward is run in between: 3(p-r).
+    # Until this gradient is back from rank p-1, for this rank's first stage: in the figure, from i0 to I0. From here to
+    # the bend it takes p-r units, one per rank. On the way back it takes two per rank, because a forward is run in
+    # between. That makes 3(p-r) units, and the three words take three.
     order.repeat(p - r, "Fb Ib W")
     # Steady: all forwards of chunk 0 that are left.
     order.repeat(full - (2 * (p - r) - 1) - r, "Fa Ia W Fb Ib W")
-    # Cooldown: the forwards of chunk 1 that are left, then the input gradients, for which other ranks wait, then the
-    # weight gradients.
-    order.repeat(p - 1 - r, "Ia W Fb Ib W")
-    order.repeat(r, "Ia Ib")
-    order.repeat(p - r, "Ia Wa")
-    order.repeat(r, "Wb")
-    order.repeat(r, "Wa")
+    # Cooldown: input gradients, for which other ranks wait, come before weight gradients.
+    order.repeat(p - 1 - r, "Ia W Fb Ib W")  # the forwards of chunk 1 that are left
+    order.repeat(r, "Ia Ib")  # the input gradients of chunk 1 that are left
+    order.repeat(p - r, "Ia Wa")  # the input gradients of chunk 0 that are left
+    order.repeat(r, "Wb")  # the weight gradients of chunk 1 that are left
+    order.repeat(r, "Wa")  # the weight gradients of chunk 0 that are left
     return order.actions
 
 
 def dual_pipe_v(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
-    """DualPipeV: what the first p ranks of DualPipe on 2p ranks do. The stages of rank r are r and 2p-1-r.
+    """DualPipeV: the orders of the first p ranks of DualPipe on 2p ranks. The stages of rank r are r and 2p-1-r.
 
-    Where rank p-1 of DualPipe would exchange with rank p, it now goes on with its own other stage: the V turns there.
+    Where rank p-1 of DualPipe would exchange with rank p, it now goes on with its own other stage: the bend of the V.
     """
     return dual_pipe_steps((r, 2 * p - 1 - r), r, p, m)
 
@@ -272,7 +283,9 @@ def dual_pipe(r: int, p: int, m: int, v: int, n: int) -> list[Action]:
     if p % 2 or m % 2:
         raise ValueError(f"{m} micro-batches on {p} ranks: schedule dualpipe needs even numbers of both")
     each = m // 2  # micro-batches that enter at each end
-    from_nearer_end = min(r, p - 1 - r)  # the distance, which is also the stage here of what enters at that end
+    # The distances are stages, too. A micro-batch that enters at the nearer end is in stage `from_nearer_end` here:
+    # chunk 0. One that enters at the other end is in stage `from_other_end`: chunk 1.
+    from_nearer_end = min(r, p - 1 - r)
     from_other_end = p - 1 - from_nearer_end
     actions = dual_pipe_steps((from_nearer_end, from_other_end), from_nearer_end, p // 2, each)
     # So far, micro-batches from each end are numbered from 0. The ones that enter at rank p-1 get the later numbers.
@@ -284,21 +297,21 @@ def dual_pipe_steps(stages: tuple[int, int], from_start: int, ranks: int, m: int
     """The eight steps of DualPipe, numbered as in its repository, for m micro-batches of each chunk.
 
     from_start: this rank's distance from the end where its chunk 0 begins.
-    ranks: how many ranks lie between that end and the turn, both included: p in DualPipeV. In DualPipe the middle takes
-        the place of the turn, and there are p/2.
+    ranks: how many ranks lie between that end and the bend of the V, both included: p in DualPipeV. In DualPipe the
+        middle takes the place of the bend, and there are p/2.
 
     In step 4, the repository runs each forward and the backward after it as one action; here they are separate (see the
     top of this file).
     """
     order = TwoChunkOrder(stages, m)
-    to_turn = ranks - 1 - from_start
-    # Step 1, warmup: micro-batch 0 of chunk 0 goes to the turn and back, through to_turn ranks each way. (In DualPipe,
+    to_turn = ranks - 1 - from_start  # this rank's distance from the bend
+    # Step 1, warmup: micro-batch 0 of chunk 0 goes to the bend and back, through to_turn ranks each way. (In DualPipe,
     # micro-batch 0 of the other end comes in its place, at the same time.)
     order.repeat(2 * to_turn, "Fa")
     # Step 2. Micro-batch 0 of chunk 1 is here after one more forward. It goes to the start, and its gradient comes
     # back, through from_start ranks each way.
     order.repeat(from_start + 1, "Fa Fb")
-    # Step 3, until the gradient of micro-batch 0 of chunk 0 is back from the turn.
+    # Step 3, until the gradient of micro-batch 0 of chunk 0 is back from the bend.
     order.repeat(to_turn, "Ib W Fb")
     # Step 4, steady: all forwards of chunk 0 that are left. Steps 1 and 2 had 2 to_turn + from_start + 1 of them,
     # which is ranks + to_turn.
@@ -343,7 +356,7 @@ class Schedule(NamedTuple):
 
         Stages go round the ranks, 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0.
         """
-        turn, r = divmod(stage, p)
+        turn, r = divmod(stage, p)  # turn: how many times stages have gone through all ranks before
         return p - 1 - r if self.v_shaped and turn % 2 else r
 
 
@@ -399,8 +412,7 @@ def groups_are_large_enough(n: int, p: int, m: int) -> bool:
     """Whether ranks with several chunks can go through groups of n micro-batches.
 
     A group of at least p micro-batches keeps rank 0 busy until the first of them has passed all ranks and is back for
-    the next chunk. With a smaller group, also if only the last one is smaller, ranks may wait for each other forever,
-    unless all micro-batches are in one group.
+    the next chunk. If any group is smaller, even if only the last, ranks may deadlock, unless it is the only group.
     """
     last = m % n
     return n == m or (n >= p and (last == 0 or last >= p))
@@ -443,7 +455,8 @@ def check_plan(plan: Plan, schedule: str, m: int, v: int) -> None:
 def plan_of(grid, micro_batches: int) -> Plan:
     """Make the plan of a core.config.Grid, which this file cannot import, because core/config.py imports this file.
 
-    Without --pp the plan is 1f1b on one rank: gradient accumulation. Raises ValueError as `make_plan` does.
+    Training uses the smallest groups: this never passes n. Without --pp the plan is 1f1b on one rank: gradient
+    accumulation. Raises ValueError as `make_plan` does.
     """
     return make_plan(grid.schedule if grid.pp > 1 else "1f1b", grid.pp, micro_batches, grid.virtual_stages)
 
@@ -451,7 +464,7 @@ def plan_of(grid, micro_batches: int) -> Plan:
 # ---- sends and receives ---------------------------------------------------------------------------------------------
 
 class Transfer(NamedTuple):
-    """A send to another rank, or a receive from it, of something that its receiver needs next."""
+    """A send to another rank, or a receive from it, of a result that a later action of the receiver needs."""
     op: str  # "send" or "receive"
     what: str  # "F": an activation; "B": a gradient
     stage: int  # the stage that needs it, on the receiving rank
@@ -488,8 +501,8 @@ def send_of(plan: Plan, r: int, action: Action) -> Transfer | None:
 def in_turns(plan: Plan) -> list[tuple[int, Action, Transfer | None]]:
     """All actions of a plan in an order in which they can run one by one: (rank, action, its send).
 
-    Ranks take turns, each with its next action if that can start. Raises ValueError, naming ranks and actions, if none
-    can.
+    Goes round the ranks, again and again. Each rank runs its next action if that can start. Raises ValueError, naming
+    ranks and actions, if no rank can.
     """
     turns, results, stages = [], set(), plan.stages
     waiting = [deque(actions) for actions in plan.ranks]
@@ -509,9 +522,9 @@ def in_turns(plan: Plan) -> list[tuple[int, Action, Transfer | None]]:
 def with_transfers(plan: Plan) -> list[list[Action | Transfer]]:
     """The order of each rank with its sends and receives.
 
-    A transfer joins the lists of both its ranks as soon as its tensor exists. So any two ranks have their transfers in
-    the same order. NCCL needs this: it matches transfers by their order, and one may block the next. Raises ValueError
-    if ranks wait for each other forever.
+    A transfer joins the lists of both its ranks right after the action that computes its tensor, in the order of
+    `in_turns`. So any two ranks have their transfers in the same order. NCCL needs this: it matches transfers by their
+    order, and one may block the next. Raises ValueError if ranks wait for each other forever.
     """
     lists = [[] for _ in plan.ranks]
     for r, action, send in in_turns(plan):
@@ -557,6 +570,8 @@ def simulate(plan: Plan, costs: Costs | Sequence[Costs] | None = None,
     received = {}  # ("F" or "B", the stage that needs it, micro-batch) -> when its rank has it
     for r, action, send in turns or in_turns(plan):
         op, stage, k = action
+        # A result of this rank is not in `received`: the rank's order says that it exists. A W finds the gradient that
+        # its I has received, so it never waits for it.
         start = max(ended[r], received.get(("F" if op == "F" else "B", stage, k), 0.0))
         ended[r] = start + times[stage][op]
         spans[r].append(Span(action, start, ended[r]))
