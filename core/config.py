@@ -8,7 +8,7 @@ else. For example, the field `global_batch` of the dataclass Batch is
     "global_batch": 32             an entry in a checkpoint's run.json
 
 A preset, such as `--preset llama-3.1-8b`, is an architecture: it sets the fields of the section Model, and for models
-with experts also how their load is balanced. Every flag that is given overrides the preset. Flags may stand in a file:
+with experts also how their load is balanced. Every flag that is given overrides the preset. Flags can be put in a file:
 
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
@@ -50,12 +50,12 @@ def setting(default, help, choices=None, most=LARGEST, positive=False, needs="",
     most      the largest number allowed
     positive  whether a number must be above 0; otherwise it must be 0 or more
     needs     another setting, without which this one has no effect: any value except the default is then an error
-    auto      whether the default follows from other settings. The user writes it as `auto`. In the code `default`, a
-              number that is no valid value, stands for it until rules.complete replaces it
+    auto      whether the default follows from other settings. The user writes it as `auto`. If true, `default` is a
+              sentinel (an invalid number, such as -1) that means auto until rules.complete replaces it
 
     Three cases of `auto` are resolved elsewhere: --v-head-dim by Model.value_dim, --separator by the data files
-    (run/data.py), and what --grid auto leaves open by plan/search.py. A setting of text that may be auto, such as
-    --dtype, has "auto" among its choices instead.
+    (run/data.py), and what --grid auto leaves open by plan/search.py. A text setting that may be auto, such as --dtype,
+    has "auto" among its choices instead.
     """
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs, "auto": auto}
@@ -238,12 +238,16 @@ class Grid:
 
     @property
     def head_ranks(self) -> int:
-        """How many neighbouring context-parallel ranks exchange heads. Groups of these exchange keys and values."""
+        """How many neighbouring context-parallel ranks form a group that exchanges heads. Ranks in the same place of
+        different groups exchange keys and values."""
         return self.cp if self.cp_style == "ulysses" else self.cp_ulysses
 
     @property
     def document_ranks(self) -> int:
-        """The number of ranks that share each document under --cp-zigzag document; 1: documents are not divided."""
+        """The number of ranks that share each document under --cp-zigzag document; 1: documents are not divided.
+
+        2 x this is the number of pieces that each document is cut into (`order_by_piece` in cp.py).
+        """
         return self.cp // self.head_ranks if self.cp_zigzag == "document" else 1
 
     @property
@@ -458,7 +462,9 @@ class Config:
     optim: Optim
     data: Data
     run: Run
-    before_defaults: dict = field(default_factory=dict)  # all settings before rules.complete: a resumed run gets these
+    # All settings before rules.complete. A resumed run gets these, so that e.g. --dp auto follows the new number of
+    # ranks.
+    before_defaults: dict = field(default_factory=dict)
     grid_is_example: bool = False  # whether run/cli.py chose the grid, because the command line names none
     arguments: list = field(default_factory=list)  # the command line
     ranks: int = 1  # the world size
@@ -585,7 +591,7 @@ def is_of_kind(value: Any, example: Any) -> bool:
     """Whether a value from a JSON file has the type of the example.
 
     A float may be written as a whole number. Entries of a list must be like the example's first entry; if the example
-    is empty, they must be text.
+    is empty, they must be text. Types must be equal: isinstance would accept True as a whole number.
     """
     if isinstance(example, (list, tuple)):
         first = example[0] if example else ""
@@ -768,7 +774,7 @@ def what_is_meant(unknown: str) -> str:
 
 
 def read_known(section: type, arguments: list[str], usage: str) -> tuple[Any, list[str]]:
-    """Read the flags of another program than train.py, such as run/generate.py, which declares them in a dataclass.
+    """Read the flags of a program other than train.py, such as run/generate.py, which declares them in a dataclass.
 
     Returns an instance of the dataclass, and the other words of the command line. With --help it prints the usage, the
     flags, and the docstring of the file in which the dataclass is declared. Raises ValueError for a wrong value.
