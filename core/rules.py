@@ -6,7 +6,8 @@
     merge     flags override the preset or, in a resumed run, the settings of the checkpoint
     ranges    each setting is in its range
     defaults  defaults that depend on other settings are filled in, such as --dp from the number of ranks
-    check     every rule of the table below holds; then the batch and the pipeline schedule fit the grid
+    check     every rule of the table below holds; then the micro-batch is chosen if it is auto, and the batch and the
+              pipeline schedule fit the grid
 
 The function `complete` does the last three.
 
@@ -46,8 +47,9 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     """Return the complete and checked settings of a run on `world` ranks. With --grid auto, the grid is still open.
 
     inherited: the settings of a checkpoint or of a published model, which replace the preset's. owner: says whose they
-    are, for errors. If a flag turns experts or latent attention off, every inherited setting that needs them (`needs`
-    in core/config.py) has its default again. --head-dim needs neither and stays as inherited.
+    are, for errors, such as "of --preset tiny". If a flag turns experts or latent attention off, every inherited
+    setting that needs them (`needs` in core/config.py) has its default again. --head-dim needs neither and stays as
+    inherited.
     Raises ValueError, with one line, for settings that cannot run.
     """
     flags = read(arguments)
@@ -113,7 +115,8 @@ class Needs(NamedTuple):
     """A setting that needs something else.
 
     Needs("--sp async", grid.tp > 1, "--tp 2 or more"): if --sp is async, grid.tp > 1 must hold; otherwise the error is
-    "--sp async needs --tp 2 or more". Needs("--sp", ...), without a value, applies if --sp is not its default.
+    "--sp async needs --tp 2 or more". Needs("--sp", ...), without a value, applies if --sp is not its declared default.
+    An auto value that `complete` has filled in counts as set.
     """
     setting: str
     holds: Any
@@ -172,7 +175,10 @@ def every_rule(c: Config) -> list[Needs | Divides]:
 
 
 def rules_of_config(c: Config) -> list[Needs]:
-    """The rules that core/config.py declares with `needs`: one setting has no effect without another."""
+    """The rules that core/config.py declares with `needs`: one setting has no effect without another.
+
+    For example, `dp_replicate` is declared with needs="zero". Its error is "--dp-replicate 2 needs --zero 1 or 2 or 3".
+    """
     found = []
     for name, f in FIELDS.items():
         if other := f.metadata["needs"]:
@@ -216,7 +222,8 @@ def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
     """The rules of the axes, which divide ranks, heads, layers, experts and tokens."""
     model, grid, schedule = c.model, c.grid, SCHEDULES[c.grid.schedule]
     more_ranks = ", or start more ranks (torchrun --nproc_per_node)"
-    # `grouped` schedules take any number of stages per rank; others have a fixed one. `runs`: not only drawn.
+    # Schedules with `grouped` set take any number of stages per pipeline rank, and all others a fixed number. `runs` is
+    # False for schedules that can only be drawn.
     any_stages = " and ".join(name for name, other in SCHEDULES.items() if other.grouped and other.runs)
     # Styles that exchange keys. ring is named before allgather, the default, which needs no flag.
     by_keys = " or ".join(style for style in reversed(CP_STYLES) if style != "ulysses")
@@ -235,7 +242,7 @@ def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
         Needs("--sp async", grid.tp > 1, "--tp 2 or more"),
 
         # Context parallelism. --cp-style ulysses may have more ranks than key heads: it sends copies of them. With
-        # --cp-ulysses, key groups would exchange the copies as well, so it has to divide the key heads, too.
+        # --cp-ulysses U, key groups would exchange the copies as well, so U has to divide the key heads, too.
         Divides("--cp", model.heads // grid.tp if grid.cp_style == "ulysses" else 0,
                 "the heads of a tensor-parallel rank", ", or another --cp-style"),
         Divides("--cp-ulysses", grid.cp, "--cp"),
@@ -352,7 +359,10 @@ def check_fp8_widths(c: Config) -> None:
 
 
 def check_batch(c: Config) -> None:
-    """Choose the micro-batch if it is auto, and check that it divides the global batch, at every size of a ramp."""
+    """Check that the batch fits the grid, at every size of a ramp.
+
+    If the micro-batch is auto, choose it: this sets c.batch.micro_batch, in place.
+    """
     batch, grid = c.batch, c.grid
     sizes = [size for size, _ in batch.ramp()]
     whole = f"--batch-ramp {batch.batch_ramp}" if batch.batch_ramp else f"--global-batch {batch.global_batch}"
