@@ -38,9 +38,9 @@ in a bf16 run).
 Saves: memory and time. Each rank keeps 1/c of the activations and does 1/c of the work, so that a
        sequence can be c times as long. Latent attention is the exception: there every rank has the
        keys and values of all tokens (`latents` below).
-Costs: the bytes in the table. Backward sends keys and values again, because each rank saves only
-       its own. They are sent even where a window or documents hide them. The gradients of weights
-       are summed over dp x cp (zero.py).
+Costs: the bytes in the table. With a ring or all-gather, backward sends keys and values again,
+       because each rank saves only its own. In every style keys and values are sent even where a
+       window or documents hide them. The gradients of weights are summed over dp x cp (zero.py).
 Stops helping when: sending keys and values takes longer than attending to them.
 
 Which one: all-gather is the default. It sends the same bytes as a ring, in fewer and larger
@@ -48,7 +48,8 @@ collectives, and computes in fewer and larger calls of a kernel. A ring needs le
 needs c to divide the query heads (of a tensor parallel rank). If c does not divide the key and
 value heads, it sends copies of them. Otherwise, with more than N/K + 1 ranks, it sends less in
 forward than the other two. --cp-ulysses U combines it with one of them (`both at once`). Then U has
-to divide the key and value heads, and c may be larger.
+to divide the key and value heads, and c may be larger than the number of heads allows Ulysses
+alone.
 
 Easily got wrong:
 - Labels are shifted before the sequence is cut, because a shard's last label is another rank's token.
@@ -226,6 +227,12 @@ class ScoreBlock(NamedTuple):
     queries, so every query sees at least its own token. In all other blocks every key is earlier
     than every query. By how much they are earlier matters only if there is a window. Mask.offset
     says it then, and is 0 otherwise.
+
+    mask: a Mask of operations.py. Its fields here are
+        causal       whether keys after the query are hidden
+        window       keys this far before the query, or farther, are hidden; 0: there is no window
+        documents    the documents of the queries [B, rows] and of the keys [B, columns]; or None
+        offset       the first query's position minus the first key's
     """
     queries: slice
     keys: slice
@@ -237,8 +244,9 @@ def visible_blocks(style: "Style", seq: int, c: int, i: int, mask: Mask,
     """List the blocks that rank i computes at each step.
 
     style: says which chunks of keys the rank has at each step.
-    seq, mask: the length and the mask of whole sequences. mask.documents, [B, S], are read on the
-        host. The documents in the masks of the blocks are on `device`.
+    seq, mask: the length and the mask of whole sequences. There mask.documents is a pair of equal
+        [B, S], because queries and keys are the same tokens. It is read on the host. The documents
+        in the masks of the blocks are on `device`.
 
     For each step and each chunk of queries, the three cases above are applied to the chunks of keys
     that have just arrived. Then neighbouring blocks are joined.
@@ -475,14 +483,14 @@ def ring(kv: Tensor, group: Group) -> Iterator[Tensor]:
     for _ in range(group.size - 1):
         receiving = shift(incoming, kv, group)
         yield kv
-        # The old kv becomes the next receive buffer. Kernels may still read it, so NCCL's stream waits for them
-        # before it receives.
+        # The old kv becomes the next receive buffer. Kernels may still read it. Torch makes NCCL's stream
+        # wait for them before it receives (in the call of batch_isend_irecv in `shift`).
         kv, incoming = receiving.wait(), kv
     yield kv
 
 
 def ring_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
-    """Add the sum that the previous rank has sent to this rank's terms, and send it to the next rank.
+    """Add this rank's terms to the sum received from the previous rank, and pass it on to the next.
 
     dkv: this rank's terms of the gradients of one shard. pending: the previous rank's sum, if any.
     """
@@ -564,6 +572,8 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else GatherTokens.apply(x, group)
 
 
+# ---- the table of styles: which chunks of keys a rank has at each step ----------------------------------------------
+
 def ring_chunks(c: int, i: int) -> list[Sequence[int]]:
     """At step t of the ring, rank i has the keys of rank i - t."""
     return [own_chunks(c, (i - step) % c) for step in range(c)]
@@ -617,9 +627,11 @@ def tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Ten
     copies = u // math.gcd(u, k.shape[1])  # how often each key and value head is repeated, so that u divides them
     heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
     by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
-    shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)  # one row to and from each rank
+    # by_rank and shards: [U, B, n, s, D], where n counts the heads of q, k and v that one rank gets. Row r of by_rank
+    # goes to rank r, and row r of shards is from rank r.
+    shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)
     early, late = rearrange(shards, "u b n (two m) d -> two b n u m d", two=2)
-    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # zig-zag: early chunks ascend, late ones descend
+    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # [B, n, U s, D]. Early chunks ascend, late ones descend
     return tokens.split([x.shape[1] // u for x in heads], 1)
 
 
@@ -656,6 +668,7 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
     mask: for whole sequences.
     recompute: see `attention_by_window`.
     """
+    # `attend` is the attention within the key group. With a head group, `ulysses` calls it between its two all-to-alls.
     cp, key_group, head_group = (groups.get(axis, ALONE) for axis in ("cp", "cp_keys", "cp_heads"))
     if head_group.size == 1:  # no --cp-ulysses
         head_group, key_group = (cp, ALONE) if style == "ulysses" else (ALONE, cp)
@@ -689,7 +702,8 @@ def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask,
 #
 # Documents also break the balance of zig-zag: a rank's chunks may be the end of a long document, or
 # many short documents, and all ranks wait for the slowest. --cp-zigzag document cuts each document
-# into 2c pieces, in place of the sequence (`order_by_piece`). Then documents do not ascend.
+# into 2c pieces (2c/U with --cp-ulysses U), in place of the sequence (`order_by_piece`). Then
+# documents do not ascend.
 
 def find_first_key(mask: Mask, query: int) -> int:
     """Return the first key that this query, or a later one of its chunk, may see.
@@ -736,10 +750,11 @@ def order_by_piece(documents: Tensor, ranks: int) -> Tensor:
         piece             0 0 1 0 0 1 1 1     the row above, sorted within each document
         returned          0 1 3 4 | 2 5 6 7   indices of the tokens of piece 0 | of piece 1
 
-    The pieces of a document are runs of its tokens, and their lengths differ by at most one token.
-    So zig-zag shards of this order are equal work, although documents do not see each other.
+    The pieces of a document are runs of its tokens. The size of a piece is the count of its residue
+    (its "index modulo P") in the document, so sizes differ by at most one token. Therefore zig-zag
+    shards of this order are equal work, although documents do not see each other.
 
-    All chunks have the same length, because each value of "index modulo P" occurs equally often.
+    All chunks have the same length, because each residue occurs equally often in a sequence.
     torch.tensor_split of each document would not do: it always gives the remainder to the first
     pieces, so the first chunks would be longer than the last ones.
     """
