@@ -12,13 +12,13 @@ Torch has several attention kernels, which it calls backends. A fused kernel nev
 [rows, columns] to memory. "math" is not fused: it writes them, and saves them for backward. The
 table says what we give each kernel.
 
-    kernel      device   dtypes          mask                         D          key and value heads
+    kernel      device   dtypes          mask                         D          heads of k and v that we pass
     cuDNN       GPU      16 bits         none, or is_causal           to 128     K
     flash       GPU      16 bits         none, or is_causal           to 256     K
-    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any        N: we repeat each
-    math        GPU      any             none, is_causal, or tensor   any        N or K
-    flash       CPU      any             none, is_causal, or tensor   any        K; N for whole sequences
-                                                                                 with a tensor
+    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any        N (each repeated)
+    math        GPU      any             none, is_causal, or tensor   any        K, or N (each repeated)
+    flash       CPU      any             none, is_causal, or tensor   any        K; N (each repeated) for whole
+                                                                                 sequences with a tensor
 
 Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys;
 lse [B, N, rows]: the log-sum-exp of each row's scores.
@@ -42,8 +42,8 @@ fp32, fp64, D above 256, and a D that is not a multiple of 8. In these cases mat
 math_backward of operations.py compute the block (`has_gpu_kernel`).
 
 Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. With a mask tensor
-its backward may return NaN, and for wider heads torch may refuse it. So we disable cuDNN in both
-cases (`choose_sdpa_kernels`).
+its backward may return NaN, and for wider heads torch may refuse the backward. So we disable cuDNN
+in both cases (`choose_sdpa_kernels`).
 
 Who decides: cp.choose_attention picks an AttentionKernel for each window of a model: SDPA (this
 file), MATH (operations.py) or Triton's (flash.py). flash.py calls this file where its kernels do
@@ -102,8 +102,9 @@ FLASH_WIDTH = 256  # the widest heads that flash takes on a GPU
 def set_sdpa_order() -> AbstractContextManager:
     """Let torch take the first kernel of SDPA_ORDER that runs, until this process ends.
 
-    Entering and leaving the context at each call would take 25 of the call's 32 us. `cache` keeps
-    the context manager alive: if it were garbage-collected, it would exit and restore the old order.
+    Entering and leaving the context at each call of F.scaled_dot_product_attention would take 25 of
+    that call's 32 us. `cache` keeps the context manager alive: if it were garbage-collected, it
+    would exit and restore the old order.
     """
     context = sdpa_kernel(SDPA_ORDER, set_priority=True)
     context.__enter__()
@@ -111,10 +112,10 @@ def set_sdpa_order() -> AbstractContextManager:
 
 
 def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
-    """Set, before a call on a GPU, which kernels torch may choose.
+    """Set which kernels the next F.scaled_dot_product_attention on a GPU may choose.
 
-    These are all of SDPA_ORDER. cuDNN is excluded for heads wider than CUDNN_WIDTH, and with a mask
-    tensor: its backward then returns NaN for some lengths (pytorch#196678).
+    All of SDPA_ORDER, except cuDNN if heads are wider than CUDNN_WIDTH, or if there is a mask
+    tensor: cuDNN's backward then returns NaN for some lengths (pytorch#196678).
     """
     set_sdpa_order()
     torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
@@ -135,7 +136,7 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if kind == "general" or efficient_only:  # here no fused kernel takes K < N
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
-                                          enable_gqa=q.shape[1] > k.shape[1])  # not if repeated
+                                          enable_gqa=q.shape[1] > k.shape[1])  # False after repeat_kv_heads
 
 
 # ---- attention of one block of keys ---------------------------------------------------------------------------------
