@@ -19,14 +19,14 @@ the model, attention and feed-forward. (In cp.py and sdpa.py it is a block of at
 
     mode         Saves                                            Costs
     full         all activations of a block except its input,     a second forward, without each layer's
-                 of which each of n ranks with equal inputs       last matmul: 23% (GPT-3) to 28%
-                 keeps 1/n                                        (DeepSeek-V3) of the FLOPs of forward
-                                                                  and backward of the layers; one
+                 of which each of n ranks with equal inputs       last matmul: it adds 23% (GPT-3) to 28%
+                 keeps 1/n                                        (DeepSeek-V3) to the layers' FLOPs; one
                                                                   all-gather per block where ranks
                                                                   keep 1/n each
-    selective    the results of norms and of SwiGLU; keys and     their memory traffic, and a copy;
-                 values computed from latents (mla.py);           matmuls are repeated only for latents,
-                 with --attention math also the scores            and with --attention math
+    selective    the results of norms and of SwiGLU; keys and     their memory traffic, and a copy of each
+                 values computed from latents (mla.py);           result into its old storage; matmuls
+                 with --attention math also the scores            are repeated only for latents, and with
+                                                                  --attention math
 
 Stops helping when: the memory is filled by something else: by the inputs of the blocks themselves,
        the logits or the model state. `python -m plan memory --preset NAME` prints the bytes that
@@ -101,7 +101,7 @@ def checkpoint(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Checkpoint(Function):
     """Compute function(*inputs) and save only the inputs.
 
-    arena: holds the input. There must be only one. None: autograd saves the inputs.
+    arena: holds the input. With an arena, pass exactly one input. None: autograd saves the inputs.
     """
 
     @staticmethod
@@ -132,8 +132,8 @@ def is_recomputing() -> bool:
 
     A layer may then skip results that no backward reads, and keep results that its backward is
     about to read. For example, with sequence parallelism the second run keeps the gathered inputs
-    of column parallel layers (tp.py), so that weight gradients need not gather them again. It does
-    not keep them where backward is split (schedules.py), because they would then wait in a queue
+    of column parallel layers (tp.py), so that weight gradients need not gather them again. With a
+    split backward (zero bubble, schedules.py) it does not keep them: they would wait in a queue
     until the weight gradients are computed.
     """
     return _recomputing
@@ -163,8 +163,8 @@ def run_block(block: Callable[..., Tensor], inputs: Sequence[Tensor], decisions:
 class CheckpointArena:
     """Memory for the saved inputs of `slots` blocks, in one allocation that every step uses again.
 
-    group: n ranks with equal inputs, such as tensor parallel ranks without sequence parallelism.
-        Each saves 1/n of an input, and backward all-gathers the parts.
+    group: n ranks with equal inputs (tensor parallel ranks without sequence parallelism). Each
+        saves 1/n of an input, and backward all-gathers the parts.
     """
 
     def __init__(self, slots: int, x: Tensor, group: Group = ALONE, rows: Callable | None = None):
@@ -188,7 +188,9 @@ class CheckpointArena:
         """Return the whole input and free its slot.
 
         The tensor is valid until the next input is saved or restored. That is long enough, because
-        nothing is saved or restored before the backward of this block is over.
+        nothing is saved or restored before the backward of this block is over. A split backward
+        queues weight gradients for later, but these do not read the input: a block begins with a
+        norm, whose own weight gradient is never queued, and the layers after it save other tensors.
         """
         shard = self.shards[slot]
         self.free_slots.append(slot)
@@ -241,8 +243,8 @@ def drop(out: Tensor, until: Tensor, function: Callable[..., Tensor], *inputs: T
         return
     storage = out.untyped_storage()
     assert storage.nbytes() == out.nbytes, "drop frees a whole storage, and this is a view of it"
-    # Without autograd's graph. out.data, unlike out.detach(), has a version counter of its own, so autograd does not
-    # take the refill for a change of a saved tensor, which it would refuse.
+    # `refill` must hold no autograd graph, so keep detached tensors. out.data, unlike out.detach(), has a version
+    # counter of its own, so autograd does not take the refill for a change of a saved tensor, which it would refuse.
     nbytes, out, inputs = storage.nbytes(), out.data, [x.detach() for x in inputs]
     storage.resize_(0)
 
@@ -265,7 +267,8 @@ class Recompute:
 
     mode: "none", "selective" or "full". The other arguments are for "full":
     slots: the largest number of inputs that are saved at once.
-    group: ranks with equal inputs, each of which saves an equal part. ValueError if it cannot.
+    group: ranks with equal inputs, each of which saves an equal part. Raises ValueError if the
+        input does not divide equally.
     rows: makes the buffer [slots, elements] that holds the inputs. None: it is on the device. With
         --offload activations `rows` is HostRows of run/offload.py: the buffer is in the host's
         memory, and an input is fetched while the backward of the block after it runs.
@@ -280,8 +283,8 @@ class Recompute:
         order of one forward.
 
         Without the call, reading the first input of this forward would prefetch the last input of
-        the forward before it. If that input had been used already, its slot would later return old
-        values.
+        the forward before it. If that input had been used already, the prefetched copy would then
+        be stale when the slot is reused.
         """
         if self.arena and self.rows:
             self.arena.shards.start_forward()
