@@ -17,9 +17,10 @@ and keeps intermediate results in registers. Bytes moved, with e bytes per eleme
                                              overwrites them
 
 Each section has a formula, a reference in plain torch, the kernel, and its launcher. References are for tests
-and benchmarks, which compare backward with autograd's derivative of the reference. The autograd Functions are
-in operations.py, except cross-entropy's. If a kernel does not run, its caller computes in plain torch. flash.py
-and fp8_kernels.py define more kernels, and also start them with `launch`.
+and benchmarks, which compare backward with autograd's derivative of the reference; cross-entropy's reference also
+computes where its kernel does not run. The autograd Functions are in operations.py, except cross-entropy's. If a
+kernel does not run, its caller computes in plain torch. flash.py and fp8_kernels.py define more kernels, and also
+start them with `launch`.
 
 How to read a kernel (learn/triton_primer.py teaches it, one idea at a time):
 

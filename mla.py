@@ -31,10 +31,10 @@ Saves: The KV cache has R + r numbers per token and layer, in place of 2 K D (py
 Costs: Every tensor parallel rank caches all R + r numbers, where grouped queries cache 2 K D / t. It also stores the
        whole matrices that make latents.
        Every context parallel rank computes the keys and values of all tokens, which is c times its share of this work.
-       Attention kernels need values as wide as keys, so values are padded with zeros. Attention's forward then needs
-       2 D / (D + v) times as many FLOPs, which is 1.2 times for DeepSeek-V3.
-Stops helping when: nothing is generated, and c = 1. Then nothing is saved, because training saves the keys and values
-       of all N heads, or recomputes them.
+       The attention kernels used here need values as wide as keys, so values are padded with zeros. Attention's
+       forward then needs 2 D / (D + v) times as many FLOPs, which is 1.2 times for DeepSeek-V3.
+Stops helping when: nothing is generated, and c = 1. Then it brings no benefit, because training keeps the keys and
+       values of all N heads, or recomputes them.
 
 DeepSeek-AI 2024 (V2), section 2.1.
 """

@@ -258,8 +258,8 @@ class RotateFunction(Function):
     def forward(ctx, x, cos, sin, heads, tail=False):
         ctx.save_for_backward(cos, sin)
         ctx.rotated_heads, ctx.tail = sum(heads[:2]), tail  # of queries and keys; values come third
-        # Through a detached alias, autograd does not see that x changes, and so does not refuse it. This is right only
-        # because the operation that made x, a matmul, does not read its result in its backward.
+        # x is changed in place without mark_dirty, through a detached alias, so that autograd does not refuse it. This
+        # is right only because no operation that makes x (a matmul, RMSNorm, a gather) reads its result in backward.
         x = x.detach()
         rotate_(x, cos, sin, ctx.rotated_heads, 1.0, tail)
         # split returns views of one tensor. Autograd would track them as views, and refuse to change them in place.
@@ -299,8 +299,8 @@ class Mask(NamedTuple):
     causal: The key is not after the query.
     window: The key is less than `window` positions before the query. 0: there is no window.
     documents: The key belongs to the query's document. This is a pair of tensors of document ids, [B, rows] for the
-        queries and [B, columns] for the keys. Ids are any integers, and a document need not be contiguous. None: there
-        is one document.
+        queries and [B, columns] for the keys. Ids are integers below 2^31, and a document need not be contiguous.
+        None: there is one document.
 
     offset: the position of the first query minus the position of the first key. It is 0 if queries and keys are the
         same tokens, the number of cached keys in generation, and the distance of two chunks of a sequence in cp.py.
