@@ -216,6 +216,7 @@ def in_blocks(texts: Iterable[str]) -> Iterator[str]:
 def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
     """The tokens of pieces that follow each other, encoded some at a time, on all cores."""
     room = PIECE * max(4, os.cpu_count() or 1)  # characters at a time
+    is_unigram = type(tokenizer.model).__name__ == "Unigram"
     open_piece: tuple[Piece, Any] | None = None  # waits for the piece that takes over
     skip = 0  # tokens of it that the piece before has given
     for some in in_batches(pieces, room):
@@ -226,6 +227,8 @@ def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
             else:
                 before, encoding_before = open_piece
                 seam = find_seam(before, encoding_before, piece, encoding)
+                if is_unigram and seam and not has_whole_words(encoding_before, encoding, *seam):
+                    seam = None
                 if seam is None:  # the two have different tokens about the cut: encode them as one
                     joined = before.text[:piece.at - before.at] + piece.text
                     piece = Piece(joined, before.at, piece.cut)
@@ -256,6 +259,18 @@ def find_seam(one: Piece, its: Any, other: Piece, others: Any) -> tuple[int, int
         behind = np.flatnonzero(starts >= one.cut)
         found.append(int(behind[0]) if len(behind) else len(starts))
     return (found[0], found[1]) if near[0] == near[1] and near[0][0] else None
+
+
+def has_whole_words(one: Any, other: Any, behind_one: int, behind_other: int) -> bool:
+    """Return whether the words beside a seam are whole in both pieces. behind_*: the first token behind the seam.
+
+    A unigram model chooses all tokens of a word together. So the word in which the seam lies must not be the last word
+    of the first piece, or the first word of the second piece, which may be cut off there.
+    """
+    words, other_words = one.word_ids, other.word_ids
+    if not 0 < behind_one < len(words) or not 0 < behind_other < len(other_words):
+        return False
+    return words[behind_one - 1] != words[-1] and other_words[behind_other] != other_words[0]
 
 
 def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
