@@ -77,12 +77,11 @@ TEXTS = {
 }
 
 
-# The second piece begins inside of a run, out of step with the run's tokens in the first piece. Unigram is left out:
-# it segments a whole run in one decision, which two pieces may make in different ways although they agree at a cut.
+# The second piece begins inside of a run, out of step with the run's tokens in the first piece.
 OUT_OF_STEP = "".join("x" * shift + "-" * 1500 + "\n" for shift in range(1, 12))
 
 
-@pytest.mark.parametrize("kind", ["gpt 2", "llama 3", "llama 2"])
+@pytest.mark.parametrize("kind", ["gpt 2", "llama 3", "llama 2", "unigram", "word pieces"])
 def test_a_run_that_is_longer_than_a_piece_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind):
     test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind, OUT_OF_STEP)
 
