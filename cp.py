@@ -11,7 +11,7 @@ other ranks.
     There are three ways to bring queries and keys together:
 
     all-gather   every rank receives the keys and values of the whole sequence        Llama 3
-    ring         keys and values travel from rank to rank, one shard at a time        ring attention
+    ring         keys and values are sent round a ring, one shard at a time           ring attention
     Ulysses      ranks trade: for attention each has all tokens, but only 1/c of the heads
 
 A rank has 1/c of the tokens of every sequence. Almost every layer treats a token by itself, so it
@@ -462,7 +462,7 @@ def by_head(kv: Tensor) -> Tensor:
 #     step 2    K2        K3        K0        K1
 #     step 3    K1        K2        K3        K0           the last step sends nothing
 #
-# Backward repeats these steps, because a rank has saved only its own keys. Now gradients travel,
+# Backward repeats these steps, because a rank has saved only its own keys. Now gradients are sent,
 # too. At each step a rank computes its term of dKj, adds it to the terms that the previous rank has
 # sent, and passes the sum on. So dKj follows Kj, one step behind. This is the path of dK0; the
 # numbers in brackets are the ranks whose terms are in the sum:

@@ -155,7 +155,7 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 #     a token is sent once to each of its experts    once to each rank that has any of them
 #     two all-to-alls per expert                     two for all experts: copies are sorted by rank
 #     two matmuls per expert                         two grouped matmuls: rows are sorted by expert
-#     gates multiply results on the token's rank     gates travel with tokens: sums are sent back
+#     gates multiply results on the token's rank     gates are sent with tokens: sums come back
 #     the computation waits for each all-to-all      dispatch is in flight while shared experts compute
 #
 # This is a layer:

@@ -363,7 +363,7 @@ class Muon:
 
         grads: bucket -> gradient of its shard. zero.py has divided it by step.grad_scale (in Optimizer.clip_grads). The
             rules of optimizers.py divide in their fused kernels, but Muon has none. With --offload optimizer the
-            gradient may still be on its way to the host, which has the momenta. So it is a Pending.
+            gradient may still be in transfer to the host, which has the momenta. So it is a Pending.
 
         If step.found_inf is 1, nothing changes. The host cannot read it without waiting for the GPU. So everything is
         computed, and then not applied.

@@ -596,7 +596,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     return product, gathered
 
 
-# The ring on rank 0 of 3. Y[r] and Z[r] belong to the tokens of rank r. The sum Z[r] travels round
+# The ring on rank 0 of 3. Y[r] and Z[r] belong to the tokens of rank r. The sum Z[r] is sent round
 # the ring. Every rank adds its term Y[r] B^T, and rank r gets the complete sum.
 #
 #     collective    network                                              ├─ reduce-scatter Z ─┤

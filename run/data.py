@@ -137,8 +137,11 @@ class Corpus:
         return tokens, begins, targets
 
     def outside(self, part: int = 0, parts: int = 1) -> int:
-        """Where in the stream a token outside of the vocabulary is, or -1. Of blocks of BLOCK tokens it reads those
-        number part, part + parts, …; none if their dtype has nothing larger, as text has not."""
+        """Return the place in the stream of a token outside the vocabulary, or -1.
+
+        Reads every parts-th block of BLOCK tokens, from block `part` on. Reads nothing if the dtype of the tokens, such
+        as that of text, can hold no id outside the vocabulary.
+        """
         blocks = [(int(begin), array, start) for begin, array in zip(self.starts, self.arrays)
                   if array.dtype.kind == "i" or np.iinfo(array.dtype).max >= self.vocab
                   for start in range(0, len(array), BLOCK)]

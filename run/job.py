@@ -1,7 +1,7 @@
-"""A run on one rank: how it begins, resumes or goes back; what it does between two steps; how it ends.
+"""A run on one rank: its beginning, the work between two steps, resuming, going back to a checkpoint, and its end.
 
-`started` has what surrounds a run: the device, the ranks' world, signals, the watchdog. `Run` is what train.py meets:
-`begin`, `load`, and for every step `steps`, `to_sum`, `end_step`.
+`started` sets up the device, the world of ranks, signals and the watchdog. train.py uses `Run`: first `begin` and
+`load`, then, for every step, `steps`, `to_sum` and `end_step`.
 """
 import contextlib
 import gc
@@ -44,7 +44,7 @@ class RunState:
     skipped: int = 0  # number of steps without an update: the gradient was not finite
     left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that rewinds have left out
     rewinds: int = 0  # number of times that the run has gone back to a checkpoint
-    activity: str = BEFORE  # what the run is doing, for error messages
+    activity: str = BEFORE  # the current activity, for error messages
 
     def progress(self) -> dict:
         return {name: value for name, value in asdict(self).items() if name != "activity"}
@@ -56,10 +56,10 @@ class RunState:
 
 @dataclass
 class Step:
-    """What a step of the loop is given, and, from `end_step` on, what the host needs to read its results."""
+    """A step's number and data and, from `end_step` on, the results that the host reads later."""
     number: int
     samples: range  # of the global batch
-    tokens: int  # since the beginning of the run, with those of this step
+    tokens: int  # since the beginning of the run, including this step
     micro_batches: list[MicroBatch]  # of this rank
     began: float = 0.0  # by time.perf_counter
     lr: float = 0.0
@@ -182,7 +182,8 @@ class Run:
         return torch.cat((votes, self.noise.squares())) if self.noise else votes
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
-        """Take what the device will know when the step is done, and the host reads later: summed `to_sum`, metrics."""
+        """Take the results of a step, which the device may still be computing: the summed `to_sum` and the metrics. The
+        host reads them later."""
         state, step, votes = self.state, self.step, results.pop("to_sum")
         if self.noise:
             votes, squares = votes.tensor_split([-2])
@@ -293,7 +294,7 @@ def restore(run: Run, path: Path, saved: dict) -> None:
 
 
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
-    """Raises ValueError if the training data is not that of the checkpoint. saved: the checkpoint's run.json."""
+    """Raise ValueError if the training data differs from the checkpoint's. saved: the checkpoint's run.json."""
     for name, value in training.identity().items():
         then = saved["corpus"].get(name)
         need(value == then or settings.run.allow_mismatch, f"--resume {settings.run.resume}: the data differs, its "
@@ -391,8 +392,10 @@ def pause(run: Run, due: set[str]) -> dict:
 
 
 def finish(run: Run) -> None:
-    """After the last step: evaluate, if no step did; finish saving; export and sample, unless the run was asked to end.
-    Raises faults.Failure if work is lost, or none was done: nobody shall take this run for a good one."""
+    """Evaluate if there was no step to run, finish saving, then export and sample, unless the run was asked to end.
+
+    Raises faults.Failure if work is lost or no step updated the weights, so that the run does not pass for a good one.
+    """
     settings, state, log, guard, problem = run.settings, run.state, run.log, run.guard, ""
     asked = settings.run
     if log.last_loss is None:  # no step was left to train, so none has done this
@@ -481,7 +484,7 @@ def rewind(run: Run) -> None:
     state.activity = f"going back from step {state.step}"
     run.saver.finish()
     paths = [path for path in cli.checkpoints_in(asked.checkpoint_dir) if cli.step_of(path) <= step]
-    paths, *_ = gather_objects(paths, run.host)  # those that the first rank sees
+    paths, *_ = gather_objects(paths, run.host)  # all ranks take the first rank's list
     if not paths:
         raise faults.Failure(f"{what}, and there is no checkpoint of an earlier step")
     path = find_whole(paths, run.host)

@@ -66,7 +66,7 @@ class Log:
         self.metrics_begun = False
 
     def append(self, record: dict) -> None:
-        """Append `record` to --metrics, the first time in place of what the file has of this and later steps."""
+        """Append `record` to --metrics. The first call removes records of this and later steps from the file."""
         path = self.settings.run.metrics
         try:
             if not self.metrics_begun and os.path.isfile(path):
@@ -171,8 +171,8 @@ def count_parameters(model, groups: Groups, device: torch.device) -> int:
 def first_lines(settings: config.Config, groups: Groups, device: str, built: int | None = None, samples=None,
                 fused: bool = False) -> str:
     """The lines that describe a run: device, in words; grid, batch, model and, if there are run.data.Samples, data.
-    built: how many parameters the model has; None: as many as plan/costs.py counts. fused: whether memory is that of
-    fused kernels, as on GPUs."""
+    built: the model's number of parameters. None stands for the count of plan/costs.py. fused: whether to count memory
+    for fused kernels, as on GPUs."""
     grid, batch, precision, model = settings.grid, settings.batch, settings.precision, settings.model
     total = costs.parameters(model)
     fp8 = f", linear layers of blocks in fp8 {precision.fp8}" if precision.fp8 != "none" else ""

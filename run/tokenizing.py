@@ -5,8 +5,8 @@
     tokenize          files of texts and conversations -> tokens.bin, with tokenizer.json beside it
     tokens_of         the same as a run begins, for a pretrained model and texts; kept for the next start
 
-Of a tokenizer.json only what turns text into ids counts. It may also carry what its publisher set for batches of
-requests, truncation and padding, which would cut a document and fill another up.
+Only the part of a tokenizer.json that turns text into ids is used. The file may also set truncation and padding, for
+batches of requests. They would cut off long documents and pad short ones, so we ignore them.
 
 A document begins with the tokenizer's separator. If the tokenizer has an end of its own, as Llama's, a document ends
 with it, and a model learns to end a text. If not, the next separator is the end that it learns.
@@ -16,8 +16,8 @@ with it, and a model learns to end a text. If not, the next separator is the end
                                                  |..c..|   both have these characters, about a line's end
 
 A large text is encoded in pieces, which overlap. In the overlap both pieces must have the same tokens; the text is cut
-at a place c between two of them. Where they differ the two pieces are joined. So the tokens are those of the whole
-text, while memory holds a few pieces. The tokenizers library encodes these on all cores.
+at a place c between two of them. Where they differ the two pieces are joined. So the text gets the same tokens as if
+it were encoded whole, while memory holds a few pieces. The tokenizers library encodes these on all cores.
 """
 import contextlib
 import fcntl
