@@ -135,7 +135,7 @@ def instructions() -> str:
 @pytest.mark.baseline
 def test_nothing_has_changed(pool, request):
     cpu = instructions()
-    lines = {f"{ranks} ranks, {flags}": pool.run(ranks, "test_baseline:run", flags=flags)[0] for ranks, flags in LINES}
+    lines = {f"{ranks} ranks, {flags}": pool.run(ranks, run, flags=flags)[0] for ranks, flags in LINES}
     found = dict(lines={cpu: lines}, settings=settings(), refused=refusals())
     recorded = json.loads(FILE.read_text())
     if request.config.option.record:

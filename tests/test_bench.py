@@ -267,7 +267,7 @@ def rows(name: str) -> str:
     ("ep", 2, 2, []),
     ("checkpoint", 2, 0, ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"])])
 def test_every_part_compares_ours_with_its_rivals(pool, name, ranks, ours, rivals):
-    printed, *others = pool.run(ranks, "test_bench:rows", name=name) if ranks > 1 else [rows(name)]
+    printed, *others = pool.run(ranks, rows, name=name) if ranks > 1 else [rows(name)]
     headings, lines = [], []
     for line in printed.splitlines():
         cells = re.split("  +", line)

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import grids
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 import transformers
@@ -75,10 +76,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(pool, tmp_path, token
     flags = flags.format(tokens=tokens, folder=os.path.dirname(tokens))
     flags = f"{SMALL} --data {tokens} {flags} --steps 6 --save-every 2 --keep-checkpoints 0"
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    pool.run(ranks, "runs:run", flags=f"{flags} --checkpoint-dir {straight} --metrics {straight}.jsonl")
+    pool.run(ranks, runs.run, flags=f"{flags} --checkpoint-dir {straight} --metrics {straight}.jsonl")
     shutil.copytree(straight / "step-000004", resumed / "step-000004")
     shutil.copy(f"{straight}.jsonl", f"{resumed}.jsonl")
-    pool.run(ranks, "runs:run", flags=f"--resume auto --checkpoint-dir {resumed} --metrics {resumed}.jsonl")
+    pool.run(ranks, runs.run, flags=f"--resume auto --checkpoint-dir {resumed} --metrics {resumed}.jsonl")
     ends = [folder / "step-000006" for folder in (straight, resumed)]
     want, got = map(tensors, ends)
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
@@ -122,11 +123,11 @@ def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens,
     model, chain = CHAINS[name]
     flags = f"{grids.BASE} --layers 4 {model} --data {tokens} --save-every 1 --check-replicas 1 --keep-checkpoints 0"
     straight = f"--micro-batch 24 --steps {len(chain)} --checkpoint-dir {tmp_path / 'straight'}"
-    pool.run(1, "runs:run", flags=f"{flags} {straight}")
+    pool.run(1, runs.run, flags=f"{flags} {straight}")
     for step, (ranks, grid) in enumerate(chain, 1):
         dp = rules.parse(f"{flags} {ONE} {grid} --checkpoint-dir {tmp_path}".split(), ranks).grid.dp
         grid = f"{ONE} {grid} --micro-batch {48 // dp // (4 if dp == 1 else 2)}"
-        said = pool.run(ranks, "runs:run",
+        said = pool.run(ranks, runs.run,
                         flags=f"{flags} {grid} --steps {step} --checkpoint-dir {tmp_path / 'chain'} --resume auto")[0]
         assert (f"step-{step - 1:06d} after {step - 1} steps" in said) == (step > 1)
         want, got = (tensors(tmp_path / name / f"step-{step:06d}") for name in ("straight", "chain"))
@@ -272,8 +273,8 @@ def share(flags: str, folder: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("ranks, flags", [(4, "--zero 0"), (4, "--zero 1 --dp-replicate 2"),
                                           (4, "--tp 2"), (3, "--zero 3"), (4, f"{MOE} --ep 2"), (2, "--pp 2 --tied")])
 def test_ranks_write_equal_shares_and_copy_nothing_else(pool, tmp_path, ranks, flags):
-    written, copied, whole = zip(*pool.run(ranks, "test_checkpoint:share", flags=flags, folder=f"{tmp_path}/many"))
-    (everything, _, _), = pool.run(1, "test_checkpoint:share", flags=f"{flags} {ONE}", folder=f"{tmp_path}/one")
+    written, copied, whole = zip(*pool.run(ranks, share, flags=flags, folder=f"{tmp_path}/many"))
+    (everything, _, _), = pool.run(1, share, flags=f"{flags} {ONE}", folder=f"{tmp_path}/one")
     assert sum(written) == everything and copied == written and set(whole) == {everything}
     if "--pp" not in flags:  # whose stages have different sizes
         assert max(written) <= 1.1 * everything / ranks  # vectors that tp ranks share are written by the first
@@ -390,7 +391,7 @@ def test_all_ranks_pass_over_a_checkpoint_that_one_finds_damaged(pool, tmp_path)
     newest, middle, oldest = (tmp_path / f"step-{step:06d}" for step in (3, 2, 1))
     for file in newest / ".metadata", middle / "__0_0.distcp":
         file.write_bytes(b"damaged")
-    assert pool.run(2, "test_checkpoint:find_whole", candidates=[newest, middle, oldest]) == [oldest] * 2
+    assert pool.run(2, find_whole, candidates=[newest, middle, oldest]) == [oldest] * 2
 
 
 def test_tensors_of_another_model_or_outside_of_the_folder_are_named(tmp_path):
@@ -467,11 +468,11 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):
     """The data axis fills, a setting that does not fit is said to be the checkpoint's, the published model is kept."""
-    pool.run(4, "runs:run", flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --checkpoint-dir {tmp_path} --dp 2 "
+    pool.run(4, runs.run, flags=f"{SMALL} --data {tokens} --steps 1 --warmup 0 --checkpoint-dir {tmp_path} --dp 2 "
                                   "--tp 2")
     forge(tmp_path / "step-000001" / "run.json", published="weights")
     assert cli.parse(f"--resume auto --checkpoint-dir {tmp_path}".split(), 8).grid.dp == 4
-    pool.run(2, "runs:run", flags=f"--resume auto --checkpoint-dir {tmp_path} --steps 2 --warmup 0")
+    pool.run(2, runs.run, flags=f"--resume auto --checkpoint-dir {tmp_path} --steps 2 --warmup 0")
     run = cli.read_run(tmp_path / "step-000002")
     assert (run["grid"]["dp"], run["grid"]["tp"], run["published"]) == (1, 2, "weights")
     with pytest.raises(ValueError, match=r"^--tp 2 .* \(--tp is the checkpoint's: give another\)$"):
@@ -684,7 +685,7 @@ def run_where_rank_1_reads_nan(flags: str) -> None:
 def test_weights_that_are_not_finite_on_one_rank_are_not_resumed_on_any(pool, trained):
     flags = f"--resume {trained} --steps 3 --checkpoint-dir= --save-every 0 --dp 2"
     with pytest.raises(RuntimeError) as error:
-        pool.run(2, "test_checkpoint:run_where_rank_1_reads_nan", flags=flags)
+        pool.run(2, run_where_rank_1_reads_nan, flags=flags)
     line = f"ValueError: {trained}/step-000002: layers.0.attention.wk/master has values that are not finite: continue"
     assert str(error.value).count(line) == 2
 
@@ -831,7 +832,7 @@ def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, 
     assert capsys.readouterr().out == f"{corpus}: {len(tokens):,} tokens" + (
         f", of which {mask.sum():,} are targets\n" if chat else "\n")
     spans, tuned = (len(tokens) - 1) // 32, tmp_path / "tuned"
-    said = pool.run(2, "runs:run", flags=f"--init-from {published} --data {corpus} --seq-len 32 --global-batch "
+    said = pool.run(2, runs.run, flags=f"--init-from {published} --data {corpus} --seq-len 32 --global-batch "
                                          f"{2 * spans} "
                     f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --checkpoint-dir {tmp_path}/run --export-hf {tuned} "
                     f"--sample-prompt def --metrics {tmp_path}/metrics")[0]

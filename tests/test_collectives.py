@@ -9,6 +9,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import sharding
 import torch
 import torch.distributed as dist
 from grids import DEEPSEEK, LATENT, MIXTRAL, everyone, for_each
@@ -50,7 +51,7 @@ def test_every_pair_is_the_derivative_of_the_other(pool, n):
     """And sends what a ring sends, or rows that do not stay."""
     row = 2 * 3 * 8
     x = 4 * n * row
-    for r, found in enumerate(pool.run(n, "test_collectives:duals")):
+    for r, found in enumerate(pool.run(n, duals)):
         errors, sent = zip(*found)
         rows = sum((3 + r + 2 * j) % 4 + (3 + j + 2 * r) % 4 for j in range(n) if j != r)
         assert max(errors) < 1e-12
@@ -77,7 +78,7 @@ def recorded() -> tuple[list[ranks.Call], dict[str, int]]:
 def test_a_rank_records_what_it_calls_on_which_axis(pool):
     """As a watchdog reads it: operation, axis, the number of the call there, and who is at the other end."""
     operations = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"]
-    for me, (calls, sent) in enumerate(pool.run(2, "test_collectives:recorded")):
+    for me, (calls, sent) in enumerate(pool.run(2, recorded)):
         assert calls.pop(1) == ("all_reduce", "dp", 1, None)
         assert calls == [*((name, "pp", number, None) for number, name in enumerate(operations, 1)),
                          ("receive" if me else "send", "pp", 6, 1 - me)]
@@ -273,7 +274,7 @@ def test_nothing_is_sent_that_nobody_reads(pool):
              f"{MIXTRAL} --tp 2 --ep 2", f"{DEEPSEEK} --tp 2 --sp off", f"{DEEPSEEK} --tp 2 --sp off --ep 2")
     grids = "--tp 2", f"{MIXTRAL} --ep 2 --zero 2", *(f"{flags} --recompute full" for flags in again)
     cases = [dict(flags=f"--layers 2 --global-batch 2 {flags}") for flags in grids]
-    for flags, of_ranks in zip(grids, for_each(pool, 2, "sharding:unread", cases), strict=True):
+    for flags, of_ranks in zip(grids, for_each(pool, 2, sharding.unread, cases), strict=True):
         for found in of_ranks:
             unread = [call for *call, is_read in found if not is_read]
             assert found and not unread, f"{flags}: nobody reads what {unread} delivers"

@@ -389,7 +389,7 @@ def test_the_plain_version_and_every_style_train_as_one_process(pool, c, styles)
     start, wanted = (train_layer(lambda q, k, v: dense_attention(q, k, v, CAUSAL)[0], torch.arange(S), ALONE, steps)
                      for steps in (0, 3))
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(wanted, start))
-    results = for_each(pool, c, "test_cp:train_on_ranks", [dict(style=style) for style in styles])
+    results = for_each(pool, c, train_on_ranks, [dict(style=style) for style in styles])
     for style, ranks in zip(styles, results):
         for found in ranks:
             for ours, want in zip(found, wanted, strict=True):
@@ -461,7 +461,7 @@ NEAR = [f"{style} {near}" for style in BLOCK_STYLES for near in (2, 4)]
     *product(CP_STYLES, (2,)), ("allgather 2", 4), *product((*CP_STYLES, *NEAR), (8,)))])
 def test_attention_by_blocks_equals_attention_at_once(pool, style, c):
     """Result and each gradient to 1e-10. With documents, some blocks show some rows nothing."""
-    results = for_each(pool, c, "test_cp:attended", [
+    results = for_each(pool, c, attended, [
         dict(style=style, kernel=kernel, scale=scale, mask=mask_of(documents_of(S) if documents else None, window))
         for kernel, scale, documents, window in CASES])
     for case, ranks in zip(CASES, results):
@@ -499,7 +499,7 @@ def test_the_width_of_heads_chooses_the_kernel_of_blocks_on_gpus(monkeypatch, D,
 @pytest.mark.parametrize("style", BLOCK_STYLES)
 def test_what_blocks_add_up_to_is_rounded_to_bf16_once(pool, style):
     """So each number is half a unit in the last place off, given that backward reads the rounded result."""
-    found = grids.whole(pool.run(3, "test_cp:attended", style=style, kernel="unrounded", dtype=torch.bfloat16))
+    found = grids.whole(pool.run(3, attended, style=style, kernel="unrounded", dtype=torch.bfloat16))
     q, k, v, do = (x.double() for x in inputs(torch.bfloat16))
     o, lse = MATH.forward(q, k, v, CAUSAL)
     wants = o, *MATH.backward(do, q, k, v, found["o"].double(), lse, CAUSAL)
@@ -542,7 +542,7 @@ def test_bytes_sent_and_saved_are_those_of_the_table(pool, style, c, dtype):
     s, e, q, k = B * S // c, dtype.itemsize, N * D, K * (near // math.gcd(near, K)) * D
     of_heads, of_keys = (near - 1) * s * (2 * q + 2 * k) * e // near, (c // near - 1) * 2 * s * k
     axes = ("cp_heads", "cp_keys") if 1 < near < c else ("cp", "cp")
-    for seen in pool.run(c, "test_cp:metered", style=style, dtype=dtype):
+    for seen in pool.run(c, metered, style=style, dtype=dtype):
         for way, width in ("sent forward", e), ("sent backward", e + 4):
             assert seen[way] == {axis: sent for axis, sent in zip(axes, (of_heads, of_keys * width)) if sent}
         if style == "ulysses":  # all tokens with 1/c of the heads, once: exchanged ones are gone
@@ -573,7 +573,7 @@ def gathered_latents(whole: torch.Tensor, grads: list[torch.Tensor]) -> tuple:
 def test_ranks_gather_latents_and_no_heads(pool, c):
     """(c-1) s R e bytes each way; gradients of all ranks are summed. tests/test_grids.py attends to them."""
     whole, *grads = (normal(B, S, 1, 7, seed=seed) for seed in range(1 + c))
-    for gathered, grad, mine, sent in pool.run(c, "test_cp:gathered_latents", whole=whole, grads=grads):
+    for gathered, grad, mine, sent in pool.run(c, gathered_latents, whole=whole, grads=grads):
         assert torch.equal(gathered, whole) and (grad - sum(grads)[:, mine]).abs().max() < 1e-12
         assert sent == 2 * [(c - 1) * B * S // c * 7 * 8]
 
@@ -602,10 +602,10 @@ def order_of_events(style: str) -> list[str]:
 
 def test_keys_are_sent_while_those_before_them_are_used(pool):
     """Keys of an earlier rank are one block, for both chunks of queries; those of a later one, too, for one of them."""
-    for seen in pool.run(3, "test_cp:order_of_events", style="ring"):
+    for seen in pool.run(3, order_of_events, style="ring"):
         forward = ["send", "forward", "wait", "send", "forward", "wait", "forward"]
         backward = ["send", "backward", "wait", "send", "backward", "send", "wait", "backward", "wait", "send", "wait"]
         assert seen == forward + backward
-    for seen, rest in zip(pool.run(3, "test_cp:order_of_events", style="allgather"), (1, 2, 1)):  # blocks of others
+    for seen, rest in zip(pool.run(3, order_of_events, style="allgather"), (1, 2, 1)):  # blocks of others
         assert seen == [event for kind in ("forward", "backward")
                         for event in ("send", "send", kind, "wait", "wait", *[kind] * rest)]

@@ -94,7 +94,7 @@ def printed(file: str) -> str:
 
 @pytest.mark.parametrize("file, ranks, shown", SHOWN)
 def test_a_demo_shows_what_its_file_claims(pool, file, ranks, shown):
-    first, *others = pool.run(ranks, "test_demos:printed", file=file) if ranks > 1 else [printed(file)]
+    first, *others = pool.run(ranks, printed, file=file) if ranks > 1 else [printed(file)]
     assert all(words in first for words in shown), first
     assert not any(others)
     assert all(float(error) < 1e-14 for error in re.findall("Relative difference: (.*)", first)), first
@@ -110,7 +110,7 @@ def parameters_at_tp_2() -> dict[str, tuple[str, str, str]]:
 def test_the_demo_of_the_model_shows_what_two_ranks_build(pool):
     """One process says what two real ranks have. Norms see other tokens on each rank, so their gradients are terms."""
     rows = re.findall(r"^ {8}(\S+) +(\(.*?\)) +tp: (\w+) +rank 0 has (\(.*\))$", printed("model"), re.MULTILINE)
-    built, _ = pool.run(2, "test_demos:parameters_at_tp_2")
+    built, _ = pool.run(2, parameters_at_tp_2)
     assert {name: tuple(rest) for name, *rest in rows} == {
         name: found for name, found in built.items() if re.match(r"(?!layers\.)|layers\.0\.", name)}
     norms = [how for name, _, how, _ in rows if "norm" in name]

@@ -5,6 +5,7 @@ import re
 
 import grids
 import pytest
+import sharding
 import torch
 from grids import NO_GROUPS
 from sharding import Unit
@@ -60,7 +61,7 @@ def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():
 def test_a_step_sends_2P_once_whatever_the_micro_batches(pool, accumulated):
     """Times (n-1)/n, by one all-reduce of each bucket."""
     flags = f"--zero 0 --global-batch {3 * accumulated} --micro-batch 1"
-    for seen in pool.run(3, "sharding:sent", flags=flags, dtype=torch.bfloat16):
+    for seen in pool.run(3, sharding.sent, flags=flags, dtype=torch.bfloat16):
         assert seen["by_op"] == {"allreduce_": 2 * sum(seen["padded"]) * 4, "_reduce_scatter_base_": 0,
                                  "_allgather_base_": 0} and not seen["others"] and len(seen["padded"]) == 6
 
@@ -151,7 +152,7 @@ def test_each_way_trains_as_one_process_does(pool, way, ranks):
         want.append([param.grad.clone() for param in model.parameters()])
         optimizer.step()
     want.append([param.detach() for param in model.parameters()])
-    for found in pool.run(ranks, "test_dp:trained", way=way):
+    for found in pool.run(ranks, trained, way=way):
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
 
 
@@ -163,7 +164,7 @@ def demo() -> str:
 
 def test_the_demo_shows_when_each_way_begins_to_send(pool):
     """Before the backward of layers 6 to 1 and at the end: so many layers' gradients, in so many messages."""
-    first, *others = pool.run(3, "test_dp:demo")
+    first, *others = pool.run(3, demo)
     nbytes = 2 * 2 * 64 * 64 * 8 // 3  # of one layer, all-reduced by 3 ranks
     for way, sent, messages in (("naive", [0, 0, 0, 0, 0, 0, 6], 6), ("per parameter", [0, 1, 2, 3, 4, 5, 6], 6),
                                 ("in buckets", [0, 0, 0, 3, 3, 3, 6], 2)):

@@ -84,7 +84,7 @@ def measured_on(flags: str, ranks: int, rank: int) -> dryrun.DryRun:
     *(pytest.param(grid, [0, 3, 7], marks=pytest.mark.slow) for grid in GRIDS + SLOW_GRIDS)])
 def test_a_dry_run_is_a_real_run_in_flops_calls_bytes_and_memory(grid, ranks, pool):
     flags = f"{BASE} --global-batch 8 {grid}"
-    all_real = pool.run(8, "test_dryrun:measured", flags=flags)
+    all_real = pool.run(8, measured, flags=flags)
     for rank in ranks:
         fake, real = measured_on(flags, 8, rank), all_real[rank]
         assert (fake.flops, fake.calls, fake.sent) == (real.flops, real.calls, real.sent), rank

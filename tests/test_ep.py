@@ -84,7 +84,7 @@ def test_experts_on_ranks_equal_a_dense_loop(pool, kind, n):
     losses = reference.balance_losses([mixture], settings.model, settings.optim, 1)
     ((want * want.detach().cos()).sum() + losses).backward()
 
-    results = pool.run(n, "test_ep:on_ranks", kind=kind)
+    results = pool.run(n, on_ranks, kind=kind)
     assert (torch.cat([r["y"] for r in results]) - want.flatten(0, 1)).abs().max() < 1e-12 * want.abs().max()
     dx = torch.cat([r["dx"] for r in results])
     assert (dx - x.grad.flatten(0, 1)).abs().max() < 1e-12 * x.grad.abs().max()
@@ -153,7 +153,7 @@ def test_plain_experts_on_ranks_train_as_dense_ones_in_one_process(pool, n, k):
         y.square().sum().backward()
         optimizer.step()
     assert weights[1].grad[2].abs().max() == 0  # nobody chose it, on any rank
-    results, dx, trained, alone = zip(*pool.run(n, "test_ep:trained_plainly", k=k))
+    results, dx, trained, alone = zip(*pool.run(n, trained_plainly, k=k))
     routers, *experts = zip(*trained)
     found = [torch.cat(parts) for parts in (results, dx, *experts)]
     for got, want in zip(found, (y, x.grad, *weights[1:]), strict=True):
@@ -186,7 +186,7 @@ def test_a_layer_sends_every_token_once_to_a_rank_and_back_and_that_twice(pool, 
     experts, once, and its gates, with its gradient those of its gates: 4 bytes each."""
     for k, T, mode in ((1, 16, "none"), (3, 24, "none"), (3, 24, "full")):
         of_tokens = [{(t * k + i) % 8 * n // 8 for i in range(k)} for t in range(T)]
-        for rank, sent in enumerate(pool.run(n, "test_ep:bytes_sent", chosen=k, rows=T, recompute=mode)):
+        for rank, sent in enumerate(pool.run(n, bytes_sent, chosen=k, rows=T, recompute=mode)):
             copies = sum(len(ranks - {rank}) for ranks in of_tokens)
             gradients = sum(rank in ranks for ranks in of_tokens) * (n - 1)  # of what it receives from others
             loads = 8 * (8 + n) * (n - 1) // n
@@ -228,7 +228,7 @@ def watched(dtype: torch.dtype) -> tuple[int, int, set[tuple]]:
 @pytest.mark.parametrize("n, dtype", [(1, torch.bfloat16), (2, torch.float32), (4, torch.bfloat16)])
 def test_the_host_waits_once_a_layer_and_rows_are_summed_in_a_fixed_order(pool, n, dtype):
     """But for weights into the scores of their experts, of which each has one place."""
-    assert pool.run(n, "test_ep:watched", dtype=dtype) == [(1, 0, {(B * S, 8)})] * n
+    assert pool.run(n, watched, dtype=dtype) == [(1, 0, {(B * S, 8)})] * n
 
 
 def events() -> list[str]:
@@ -259,7 +259,7 @@ def events() -> list[str]:
 
 
 def test_shared_experts_compute_while_tokens_travel(pool):
-    for seen in pool.run(2, "test_ep:events"):
+    for seen in pool.run(2, events):
         forward, backward = " ".join(seen).split(" backward ")
         assert forward == "router sent shared received experts"
         assert backward == "experts sent shared received router"
@@ -285,7 +285,7 @@ def kept_after_dispatch() -> list[bool]:
 
 def test_what_has_arrived_is_kept_by_nobody_once_experts_have_their_rows(pool):
     """Neither by the graph nor by the objects of the dispatch, which the layer keeps while experts compute."""
-    assert pool.run(2, "test_ep:kept_after_dispatch") == [[False, False]] * 2
+    assert pool.run(2, kept_after_dispatch) == [[False, False]] * 2
 
 
 def test_a_route_keeps_what_it_has_and_not_the_table_that_it_is_sorted_in():
@@ -363,7 +363,7 @@ def random_choices(recompute: str) -> tuple[list[tuple], list[torch.Tensor]]:
 
 
 def test_a_layer_that_runs_again_does_not_choose_again(pool):
-    plain, *others = (pool.run(2, "test_ep:random_choices", recompute=how) for how in ("none", "selective", "full"))
+    plain, *others = (pool.run(2, random_choices, recompute=how) for how in ("none", "selective", "full"))
     for results in (plain, *others):
         for (grads, _), (want, _) in zip(results, plain):
             for got, expected in zip(grads, want):

@@ -75,7 +75,7 @@ def spoil(state: job.RunState, steps: list[int], factor: float):
 
 def assert_as_undisturbed(pool, folder: Path, ranks: int, flags: str = "--steps 12") -> None:
     """The run in this folder, with --checkpoint-dir out and --metrics m, has taken the steps of one without a fault."""
-    pool.run(ranks, "test_faults:run", flags=f"{flags} --metrics {folder}/straight")
+    pool.run(ranks, run, flags=f"{flags} --metrics {folder}/straight")
     assert losses(folder / "m") == losses(folder / "straight")
     checkpoint.verify(folder / "out" / f"step-{len(losses(folder / 'm')):06d}")
     assert left_over(folder) == []
@@ -85,17 +85,17 @@ def assert_as_undisturbed(pool, folder: Path, ranks: int, flags: str = "--steps 
 
 def test_a_request_to_one_rank_ends_all_after_the_same_step_and_nothing_is_lost(pool, tmp_path):
     flags = f"--steps 6 --tp 2 --metrics {tmp_path}/m --checkpoint-dir {tmp_path}/out"
-    said = pool.run(2, "test_faults:run", flags=flags, rank=1, stop_at=2)[0]
+    said = pool.run(2, run, flags=flags, rank=1, stop_at=2)[0]
     assert (f"3 of 6 steps, as asked (on another rank): continue with --checkpoint-dir {tmp_path}/out --resume auto\n"
             in said)
     assert len(metrics(tmp_path / "m")) == 3
-    pool.run(2, "test_faults:run", flags=f"{flags} --resume auto")
+    pool.run(2, run, flags=f"{flags} --resume auto")
     assert_as_undisturbed(pool, tmp_path, 2, "--steps 6 --tp 2")
 
 
 def test_a_request_in_an_evaluation_does_not_wait_for_its_end(pool, tmp_path):
     flags = f"--steps 6 --val-data {ROOT}/pp.py --eval-every 2 --checkpoint-dir {tmp_path}/out --metrics {tmp_path}/m"
-    said = pool.run(2, "test_faults:run", flags=flags, rank=1, stop_at="evaluating after step 1")[0]
+    said = pool.run(2, run, flags=flags, rank=1, stop_at="evaluating after step 1")[0]
     assert "ended after 2 of 6" in said and metrics(tmp_path / "m")[1]["val_loss"] is None
     assert (tmp_path / "out" / "step-000002" / "run.json").exists()
     assert "ended after 0 of 0 steps" in run(f"--steps 0 --val-data {ROOT}/pp.py", stop_at="evaluating after step -1")
@@ -153,7 +153,7 @@ def test_a_rank_whose_torchrun_has_gone_has_the_timeout_to_save(monkeypatch, ask
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool, tmp_path):
-    said = pool.run(2, "test_faults:run", flags=f"--steps 5 --metrics {tmp_path}/m", spoiled=(2,), factor=math.nan,
+    said = pool.run(2, run, flags=f"--steps 5 --metrics {tmp_path}/m", spoiled=(2,), factor=math.nan,
                     rank=1)
     assert "train.py: warning: step 2 was skipped: the norm of its gradient is nan\n" in said[0]
     assert [line["skipped"] for line in metrics(tmp_path / "m")] == [0, 0, 1, 1, 1] and "skipped" not in said[1]
@@ -191,12 +191,12 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, 
     """It ends as a run does that never reads those samples. Read late, a step is under way that nobody will read. The
     checkpoint may be that of just before the first step that was skipped."""
     flags, times = f"--steps 12 --save-every {every} --keep-checkpoints 0 --checkpoint-dir {tmp_path}", len(left_out)
-    said = pool.run(2, "test_faults:run", spoiled=times * (5, 6, 7), late=late,
+    said = pool.run(2, run, spoiled=times * (5, 6, 7), late=late,
                     flags=f"{flags}/out --max-skipped {most} --rewind {times} --metrics {tmp_path}/m")[0]
     assert said.count(f"{most} steps in a row, from step 5 on, were skipped: went back to") == times
     assert all(f"/{folders[-3]} and left out samples {start} to {end - 1}" in said for start, end in left_out)
     assert [line["step"] for line in metrics(tmp_path / "m")] == list(range(12))
-    pool.run(2, "test_faults:run", flags=f"{flags}/straight", state=job.RunState(left_out=left_out))
+    pool.run(2, run, flags=f"{flags}/straight", state=job.RunState(left_out=left_out))
     want, got = (tensors(tmp_path / name / "step-000012") for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     written = cli.read_run(str(tmp_path / "out" / "step-000012"))
@@ -247,14 +247,14 @@ def compare_after_a_flip(flags: str, rank: int, what: str) -> None:
 ])
 def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, what, rank, says):
     with pytest.raises(RuntimeError, match=rf"Failure: \S*{re.escape(says)}"):
-        pool.run(ranks, "test_faults:compare_after_a_flip", flags=flags, rank=rank, what=what)
+        pool.run(ranks, compare_after_a_flip, flags=flags, rank=rank, what=what)
 
 
 def test_ranks_that_were_started_differently_do_not_begin(pool):
     for rank, also, line in ((2, "--lr 0.1", "settings: rank 2 has different values from 0, 1"),
                              (0, f"--data {ROOT}/pp.py", "data: rank 0 has different values from 1, 2")):
         with pytest.raises(RuntimeError) as error:
-            pool.run(3, "test_faults:run", flags="", rank=rank, also=also)
+            pool.run(3, run, flags="", rank=rank, also=also)
         assert str(error.value).count(f"\nValueError: {line}: start every rank with the same") == 3
 
 
@@ -294,7 +294,7 @@ def run_with_a_slow_rank(flags: str) -> None:
 
 def test_metrics_name_the_slowest_rank(pool, tmp_path):
     """Waits are not its own seconds. Limits are far from both: a busy machine adds seconds."""
-    pool.run(3, "test_faults:run_with_a_slow_rank", flags=f"--steps 4 --metrics {tmp_path}/m")
+    pool.run(3, run_with_a_slow_rank, flags=f"--steps 4 --metrics {tmp_path}/m")
     for line in metrics(tmp_path / "m"):
         assert line["busy_s"]["slowest_rank"] == 1
         assert line["busy_s"]["min"] <= line["busy_s"]["median"] < 39 < line["busy_s"]["max"] < 100
@@ -321,7 +321,7 @@ def watched(port: int, late: int, timeout_s: float) -> list[str]:
 
 def test_a_rank_that_waits_names_step_collective_axis_and_who_is_missing(pool):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    said = pool.run(3, "test_faults:watched", port=store.port, late=1, timeout_s=4.0)
+    said = pool.run(3, watched, port=store.port, late=1, timeout_s=4.0)
     (line,) = said[0] + said[2]
     assert said[1] == [] and re.fullmatch(
         r"rank [02] failed in step 7: all_reduce, call 2 on axis tp \(ranks 0, 1, 2\), waits for rank 1, which is in "
@@ -558,7 +558,7 @@ def test_one_line_says_how_a_rank_has_failed_and_nothing_is_lost(pool, tmp_path,
     assert done.stderr.count("FloatingPointError: a fault of its own\ntrain.py: ") == (fault == "raise")
     assert done.stderr.split("Process ")[0].count("Traceback") == (fault == "raise")  # before torchrun's own
     assert re.search(reported, done.stderr)
-    assert re.search("resumed .* after [46] steps", pool.run(2, "test_faults:run", flags=flags)[0])
+    assert re.search("resumed .* after [46] steps", pool.run(2, run, flags=flags)[0])
     assert_as_undisturbed(pool, tmp_path, 2)
 
 
@@ -633,7 +633,7 @@ def test_a_torchrun_that_has_lost_another_machine_goes_on_with_fewer_ranks(pool,
     finished(lost)
     assert stays.returncode == 0 and lost.returncode == -9, err
     assert ", 4 ranks, gloo" in out and ", 2 ranks, gloo" in out and "lost its connection" in err
-    pool.run(4, "test_faults:run", flags=f"--steps 12 --metrics {tmp_path}/straight")
+    pool.run(4, run, flags=f"--steps 12 --metrics {tmp_path}/straight")
     assert losses(tmp_path / "m") == pytest.approx(losses(tmp_path / "straight"), rel=1e-10)
     assert len(losses(tmp_path / "m")) == 12 and left_over(tmp_path) == []
 
@@ -720,7 +720,7 @@ def test_a_run_survives_a_fault_every_two_steps(pool, tmp_path):
                      f"{flags} --checkpoint-dir {tmp_path}/out --resume auto", restarts=count)
     out, err = finished(process, timeout_s=1200)
     assert process.returncode == 0 and out.count("fault at") == count, err
-    pool.run(4, "test_faults:run", flags=f"{flags} --checkpoint-dir {tmp_path}/straight --metrics "
+    pool.run(4, run, flags=f"{flags} --checkpoint-dir {tmp_path}/straight --metrics "
                                          f"{tmp_path}/straight.jsonl")
     want, got = (tensors(cli.checkpoints_in(tmp_path / name)[0]) for name in ("straight", "out"))
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)

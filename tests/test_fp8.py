@@ -267,7 +267,7 @@ def pair(name: str, T: int, sequence: bool) -> tuple[list[bool], dict[str, int]]
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (2, 200, True), (2, 200, False), *slow((4, 256, True))])
 def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, sequence):
-    for equal, sent in pool.run(n, "test_fp8:pair", name=name, T=T, sequence=sequence):
+    for equal, sent in pool.run(n, pair, name=name, T=T, sequence=sequence):
         assert all(equal), equal
         # FP8 gathers what 16 bits do. One number of each of x, of dY and of W is agreed upon.
         agreed = 0 if FP8_RECIPES[name].blocks else 6 * (2 * 4 * (n - 1) // n)
@@ -317,7 +317,7 @@ GRIDS = [
 
 @pytest.mark.parametrize("name, ranks, flags, grid", GRIDS)
 def test_a_grid_equals_one_process_in_fp8(pool, name, ranks, flags, grid):
-    results, (loss, grads) = pool.run(ranks, "test_fp8:steps", grid=f"{flags} {grid}", name=name), truth(flags, name)
+    results, (loss, grads) = pool.run(ranks, steps, grid=f"{flags} {grid}", name=name), truth(flags, name)
     for step in range(STEPS):
         assert all(result["loss"][step] == pytest.approx(loss[step], rel=1e-10) for result in results)
         got = grids.whole([result["grads"][step] for result in results])
@@ -340,7 +340,7 @@ def agreed_scales() -> tuple[float, float, float]:
 
 def test_ranks_agree_to_one_scale_of_experts_and_of_rows_that_not_all_of_them_have(pool):
     """Those without rows, whose experts no token has chosen, too: the others wait for them."""
-    of_rows, of_experts, largest = zip(*pool.run(2, "test_fp8:agreed_scales"))
+    of_rows, of_experts, largest = zip(*pool.run(2, agreed_scales))
     assert of_rows == 2 * (pytest.approx(6 / 448),)
     assert of_experts == 2 * (pytest.approx(max(largest) / 448, rel=1e-6),) and largest[0] != largest[1]
 
@@ -669,7 +669,7 @@ def test_fp8_trains_like_bf16():
     would be 100 steps whose mean is 2% above bf16's. At a rate of 2e-3 chaos alone sets bf16 and fp32 1.2% apart
     (docs/RESULTS.md), and nothing could be told. Without scales, it does not learn."""
     with closing(Pool(len(RUNS))) as pool:
-        runs = dict(zip(RUNS, pool.run(len(RUNS), "test_fp8:trained", timeout=6000)))
+        runs = dict(zip(RUNS, pool.run(len(RUNS), trained, timeout=6000)))
     losses = {name: [sum(both) / 2 for both in zip(runs[name, 0], runs[name, 1])] for name in ("bf16", *FP8_RECIPES)}
     last = {key: sum(run[-200:]) / 200 for key, run in (losses | runs).items()}
     print({key: f"{last[key] / last['bf16', key[1]] - 1:+.3%}" for key in RUNS[:-1]})

@@ -212,7 +212,7 @@ def errs_as_one_process_does(pool: Pool, ranks: int, grid: str) -> None:
     n errors: what chance does to small tensors. (Of 8 seeds the 6 numbers of a key's bias or norm erred up to 2.4 times
     as much as one process's, another one each time; in one of 30 grids 2.1 times, on one model of CPU alone.)"""
     steps = 2 if "--batch-ramp" in grid else 1  # the first one's gradients are compared
-    results = pool.run(ranks, "grids:run", grid=grid, last=steps)
+    results = pool.run(ranks, grids.run, grid=grid, last=steps)
     want, limits = alone(model_flags(grid))
     grads, usual = want["grads"][0], (max if "--experts" in grid else median)(limits.values())
     for name, error in errors(results, want).items():
@@ -253,7 +253,7 @@ def test_five_dimensions_are_what_the_playbook_page_runs():
 
 
 def equals_one_process(pool: Pool, ranks: int, grid: str) -> None:
-    results, want = pool.run(ranks, "grids:run", grid=grid), truth(model_flags(grid))
+    results, want = pool.run(ranks, grids.run, grid=grid), truth(model_flags(grid))
     for step in range(grids.STEPS):
         for result in results:
             assert result["loss"][step] == pytest.approx(want["loss"][step], rel=1e-11)
@@ -295,5 +295,5 @@ def test_clipping_and_masks_are_active():
 def test_a_process_group_of_one_rank_changes_nothing(pool):
     """An axis of size 1 is no axis: weights after two steps, which the moments are in, are the same bits."""
     grid = "--micro-batch 8 --tied"
-    (there,), alone = pool.run(1, "grids:run", grid=grid), grids.run(grid)
+    (there,), alone = pool.run(1, grids.run, grid=grid), grids.run(grid)
     assert all(there[what] == alone[what] for what in ("visible", "loss", "norm"))

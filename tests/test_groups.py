@@ -83,7 +83,7 @@ def transfers() -> dict[str, set]:
 
 
 def test_a_link_has_one_direction_and_the_group_of_all_stages_sums_the_loss(pool):
-    for r, seen in enumerate(pool.run(4, "test_groups:transfers")):
+    for r, seen in enumerate(pool.run(4, transfers)):
         to, back = (r + 1) % 4, (r - 1) % 4
         assert seen == {f"{r} to {to}": {"send"}, f"{r} to {back}": {"send"}, f"{to} to {r}": {"recv_"},
                         f"{back} to {r}": {"recv_"}, "others": {"allreduce_"}}

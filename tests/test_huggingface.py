@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import runs
 import safetensors.torch
 import torch
 import torch.nn.functional as F
@@ -143,7 +144,7 @@ def test_a_published_model_gives_the_same_logits_here(case, published):
 def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, published, tmp_path, flags):
     """Biases in fp32, as transformers' are, although weights are in bf16: rounded, they would choose other experts."""
     np.save(tmp_path / "tokens.npy", np.arange(999, dtype=np.uint16) % 61)
-    pool.run(2, "runs:run", flags=f"--init-from {published('deepseek')} --data {tmp_path}/tokens.npy --steps 0 "
+    pool.run(2, runs.run, flags=f"--init-from {published('deepseek')} --data {tmp_path}/tokens.npy --steps 0 "
              f"--seq-len 24 --global-batch 4 --micro-batch 1 --sample-prompt= --checkpoint-dir {tmp_path}/run "
              f"--export-hf {tmp_path}/hf "
              f"{flags}")

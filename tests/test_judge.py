@@ -48,7 +48,7 @@ def one(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_errors_are_found_and_what_is_right_is_not_accused(pool, one, way):
     faults = {fault: expected for kind, fault, *expected in FAULTS if kind == way}
-    pool.run(2, "judged:run", way=way, folder=str(one), faults=["right", *faults])
+    pool.run(2, judged.run, way=way, folder=str(one), faults=["right", *faults])
     truth = Run(one / ("without" if way in ("sequence", "pipeline") else "one"))
     assert judge.Judge(truth, Run(one / f"{way} right")).findings() == []
     for fault, (says, factor, axis) in faults.items():
@@ -220,7 +220,7 @@ def test_terms_of_a_sum_are_summed(pool, tmp_path):
     """As gradients of DTensors that are partial."""
     judged.terms(str(tmp_path / "one"))
     for ranks in 2, 4:
-        pool.run(ranks, "judged:terms", folder=str(tmp_path / str(ranks)))
+        pool.run(ranks, judged.terms, folder=str(tmp_path / str(ranks)))
         assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / str(ranks))).findings() == []
 
 
@@ -229,14 +229,14 @@ def test_terms_of_a_sum_are_summed(pool, tmp_path):
     *slow(*(case for case in (*GRIDS, *MORE, *pairs_that_meet(exact=True)) if case[0] > 1))])
 def test_no_right_grid_is_accused(pool, tmp_path, ranks, grid):
     judged.ours(str(tmp_path / "one"), model_flags(grid))
-    pool.run(ranks, "judged:ours", folder=str(tmp_path / "grid"), grid=grid)
+    pool.run(ranks, judged.ours, folder=str(tmp_path / "grid"), grid=grid)
     assert judge.Judge(Run(tmp_path / "one"), Run(tmp_path / "grid")).findings() == []
 
 
 @pytest.mark.timing
 def test_a_hundred_million_parameters_on_eight_ranks_take_less_than_a_minute(pool, tmp_path):
     judged.large(str(tmp_path / "one"))
-    pool.run(8, "judged:large", folder=str(tmp_path / "grid"))
+    pool.run(8, judged.large, folder=str(tmp_path / "grid"))
     began = time.monotonic()
     assert judge.main([str(tmp_path / "one"), str(tmp_path / "grid")]) == 0
     assert time.monotonic() - began < 60

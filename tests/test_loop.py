@@ -152,7 +152,7 @@ def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_mak
 
     for grid in ("--dp 4 --micro-batch 1", "--dp 2 --pp 2 --micro-batch 2 --zero 1", "--dp 2 --cp 2 --micro-batch 3",
                  "--dp 4 --zero 3 --micro-batch 6"):
-        pool.run(4, "runs:run", flags=f"{flags} {grid}")
+        pool.run(4, runs.run, flags=f"{flags} {grid}")
         for record, true in zip(runs.metrics(sources / "mixed"), want, strict=True):
             assert {name: record[name] for name in true} == pytest.approx(true, rel=1e-10), grid
 
@@ -216,7 +216,7 @@ MIXTURE = "--experts 4 --top-k 2 --expert-ffn 16 --router-bias-rate 0.01"
     *slow((4, "--pp 2 --tp 2 --schedule zb-h1", 1))])
 def test_a_step_waits_for_the_device_once(pool, ranks, flags, count):
     """To read the results of the step before; and once per layer of experts and micro-batch."""
-    assert pool.run(ranks, "test_loop:waits", flags=flags) == ranks * [4 * [count]]
+    assert pool.run(ranks, waits, flags=flags) == ranks * [4 * [count]]
 
 
 def test_a_step_that_is_skipped_leaves_weights_and_biases(corpora):
@@ -337,7 +337,7 @@ def test_bytes_in_the_metrics_are_those_of_the_step_by_axis(pool, corpora, tmp_p
                   f"{tmp_path} "
                   f"--save-every 1 --check-replicas 1 --val-data {corpora}/unseen.npy --eval-every 1")
     for flags in everything, f"{common} --cp 2 --cp-style ring --tp 2 --micro-batch 4":
-        for sent, counted in sum(pool.run(4, "test_loop:communicated", folder=str(corpora), flags=flags), []):
+        for sent, counted in sum(pool.run(4, communicated, folder=str(corpora), flags=flags), []):
             assert sum(sent.values()) > 0 and sent == {group: counted[group] for group in sent}
         if flags == everything:
             keys = {key for record in runs.metrics(corpora / "metrics") for key in record}

@@ -40,7 +40,7 @@ def evaluated(flags: str) -> tuple[float, torch.Tensor]:
 def test_evaluations_and_samples_are_those_of_the_model_without(pool, flags):
     """With --pp 2 it is alone on its stage."""
     want, text = evaluated("--layers 2" + " --mask-documents" * ("--mask-documents" in flags))
-    for loss, same in pool.run(2, "test_mtp:evaluated", flags=f"--layers 2 --mtp {flags}"):
+    for loss, same in pool.run(2, evaluated, flags=f"--layers 2 --mtp {flags}"):
         assert loss == pytest.approx(want, rel=1e-12) and torch.equal(same, text)
 
 
@@ -58,13 +58,13 @@ def gathered(flags: str) -> set[str]:
 
 def test_reading_the_embedding_gathers_no_other_weights(pool):
     """It is the first unit of a model, whose own forward prefetches the first layer."""
-    for whole in pool.run(2, "test_mtp:gathered", flags="--layers 2 --mtp --zero 3 --micro-batch 12"):
+    for whole in pool.run(2, gathered, flags="--layers 2 --mtp --zero 3 --micro-batch 12"):
         assert whole == {"embedding", "layers.2", "norm", "head"}
 
 
 def test_an_export_leaves_it_out_and_who_starts_from_one_draws_it(pool, tmp_path):
     runs.run(f"{SMALL} --data {__file__} --mtp --steps 2 --checkpoint-dir {tmp_path}/first --export-hf {tmp_path}/hf")
-    pool.run(2, "runs:run", flags=f"--init-from {tmp_path}/hf --data {__file__} --mtp --steps 0 --seed 7 "
+    pool.run(2, runs.run, flags=f"--init-from {tmp_path}/hf --data {__file__} --mtp --steps 0 --seed 7 "
                                   "--sample-prompt= "
              f"--global-batch 4 --micro-batch 1 --pp 2 --checkpoint-dir {tmp_path}/second --export-hf {tmp_path}/again")
     written, again = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))

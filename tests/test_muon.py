@@ -145,7 +145,7 @@ def sent_for_matrices(grid: str, dtype: str) -> tuple[int, int]:
 def test_a_matrix_is_sent_to_its_owner_and_back(pool, grid, dtype, least, most):
     """2 (n-1)/n of it, less if its owner is chosen because most of the matrix is there already; at level 0 n-1 of it,
     from the owner to all."""
-    results, n = pool.run(4, "test_muon:sent_for_matrices", grid=grid, dtype=dtype), 4
+    results, n = pool.run(4, sent_for_matrices, grid=grid, dtype=dtype), 4
     nbytes, elements = sum(nbytes for nbytes, _ in results), results[0][1]
     assert least <= nbytes / ((n - 1) / n * elements * 8) <= most
 

@@ -66,7 +66,7 @@ def test_norms_of_local_gradients_are_those_before_the_reduction(pool, level):
     count = gradients.shape[0] * gradients.shape[1]
     small = (count * gradients).square().sum((-1, -2)).mean().item()
     want = solve(TOKENS / count, small, TOKENS, gradients.sum((0, 1)).square().sum().item())
-    for found in pool.run(2, "test_noise:measured", level=level, micro_batches=3):
+    for found in pool.run(2, measured, level=level, micro_batches=3):
         for step in found:
             assert (step["noise_gradient2"], step["noise_trace"]) == pytest.approx(want, rel=1e-12)
 
@@ -87,7 +87,7 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
 
 def test_every_grid_measures_the_same_noise(pool):
     (want, *others), *more = [found for ranks, flags in ((2, ("", "--zero 1")), (4, ("--tp 2 --sp off", "--pp 2")))
-                              for found in grids.for_each(pool, ranks, "test_noise:estimate", [
+                              for found in grids.for_each(pool, ranks, estimate, [
                                   dict(grid=f"--micro-batch 12 {grid}") for grid in flags])]
     assert want["noise_trace"] > 0  # micro-batches of 12 set whose sequences are whose
     for found in chain(others, *more):
@@ -99,8 +99,8 @@ def test_experts_and_gradients_that_are_partial_over_tp_do_not_count(pool):
     for left_out, (ranks, alone), (more, grid) in (
             ("norm", (2, "--micro-batch 12"), (4, "--micro-batch 12 --tp 2")),
             (".experts.", (2, experts), (2, experts + " --ep 2"))):
-        want = pool.run(ranks, "test_noise:estimate", grid=alone, left_out=left_out)[0]
-        for found in pool.run(more, "test_noise:estimate", grid=grid):
+        want = pool.run(ranks, estimate, grid=alone, left_out=left_out)[0]
+        for found in pool.run(more, estimate, grid=grid):
             assert found == pytest.approx(want, rel=1e-9)
 
 
@@ -109,7 +109,7 @@ def test_the_noise_in_the_metrics_is_that_of_each_steps_own_tokens(pool, tmp_pat
     flags = ("--layers 1 --hidden 16 --heads 2 --ffn 16 --seq-len 16 --steps 4 --dtype fp16 --batch-ramp 4@0,8@128 "
              "--sample-prompt=")
     (tmp_path / "text").write_text("all the world's a stage " * 99)
-    pool.run(2, "runs:run", flags=f"{flags} --data {tmp_path}/text --metrics {tmp_path}/m")
+    pool.run(2, runs.run, flags=f"{flags} --data {tmp_path}/text --metrics {tmp_path}/m")
     records = runs.metrics(tmp_path / "m")
     tokens = [64, 64, 128, 128]
     assert [record["tokens"] for record in records] == list(accumulate(tokens))

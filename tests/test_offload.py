@@ -48,7 +48,7 @@ def train_steps(flags: str) -> list[torch.Tensor]:
 def test_offloaded_shards_train_to_the_same_bits(pool, grid, what):
     """Stages of a pipeline fetch the inputs of one forward, not those of the forward before."""
     grid = f"--micro-batch 12 --dtype bf16 {grid} --offload"
-    here, there = (pool.run(2, "grids:run", grid=f"{grid} {where}") for where in ("none", what))
+    here, there = (pool.run(2, grids.run, grid=f"{grid} {where}") for where in ("none", what))
     assert [rank["visible"] for rank in here] == [rank["visible"] for rank in there]
     for name in ("params", "m", "v"):
         wants, found = (grids.whole([rank[name] for rank in ranks]) for ranks in (here, there))

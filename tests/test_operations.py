@@ -206,7 +206,7 @@ def results_used_alone() -> list[tuple]:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_each_of_several_results_may_be_the_only_one_that_is_used(pool, n):
-    for found in pool.run(n, "test_operations:results_used_alone"):
+    for found in pool.run(n, results_used_alone):
         assert len(found) == 2 + 3 + 2 + 2
         for name, used, same, size in found:
             assert same and size > 0, f"{name}, result {used}"

@@ -314,8 +314,9 @@ def test_the_order_is_that_of_torch(schedule, name, v):
         if p > 1 and m % rounds == 0 and (plan := possible(schedule, p, m, v, n)):
             fake = SimpleNamespace(pp_group_size=p, _n_microbatches=m, n_local_stages=v, num_stages=v * p,
                                    _num_stages=v * p, number_of_rounds=rounds, microbatches_per_round=m // rounds)
-            for fake.rank, actions in enumerate(plan.ranks):
-                theirs = filter(None, kind._calculate_single_rank_operations(fake, fake.rank))
+            for rank, actions in enumerate(plan.ranks):
+                fake.rank = rank
+                theirs = filter(None, kind._calculate_single_rank_operations(fake, rank))
                 parts = [repr(part) for action in theirs for part in action.sub_actions or (action,)]
                 assert [f"{stage}{op}{k}" for op, stage, k in actions] == parts
             compared += 1
@@ -441,7 +442,7 @@ def test_bytes_alive_at_every_action_are_the_plans(pool, schedule):
     m = max(8, 4 * SCHEDULES[schedule].min_micro_batches_per_rank)
     stages = make_plan(schedule, 4, m).stages // 4
     in_transit = stages * 2 * m * T * H * 8  # of each micro-batch one received and one sent
-    for seen in pool.run(4, "test_pp:live_bytes", schedule=schedule, m=m):
+    for seen in pool.run(4, live_bytes, schedule=schedule, m=m):
         for counted, planned in seen:
             assert abs(counted - planned) <= in_transit < 0.2 * T * (H + F) * 8
         assert seen[-1] == (0, 0.0)
@@ -495,7 +496,7 @@ def test_layers_trained_in_stages_are_those_trained_in_one_process(pool, schedul
         (model(batch).square().sum() / batch.numel()).backward()
         optimizer.step()
     ranks = STAGES if schedule == "plain" else STAGES // SCHEDULES[schedule].chunks
-    trained = {stage: weights for found in pool.run(ranks, "test_pp:trained_in_stages", schedule=schedule)
+    trained = {stage: weights for found in pool.run(ranks, trained_in_stages, schedule=schedule)
                for stage, weights in found.items()}
     initial, *_ = layers_and_batch()
     for stage, layer in enumerate(layers):
@@ -572,7 +573,7 @@ def test_a_step_takes_as_long_as_simulated(pool, schedule, p):
     simulated = max(rank[-1].stop for rank in simulate(plan, Costs(*[p / plan.stages] * 3)))
     tries = []
     for _ in range(3):  # others may have used the machine
-        tries.append(max(pool.run(p, "test_pp:slept", schedule=schedule, m=2 * p)))
+        tries.append(max(pool.run(p, slept, schedule=schedule, m=2 * p)))
         if tries[-1] < 1.1 * simulated:
             break
     assert simulated <= min(tries) < 1.1 * simulated

@@ -104,14 +104,14 @@ def payloads_measured_with_a_late_clock() -> int:
 
 
 def test_ranks_end_a_probe_together_whatever_their_clocks_say(pool):
-    first, second = pool.run(2, "test_probe:payloads_measured_with_a_late_clock")
+    first, second = pool.run(2, payloads_measured_with_a_late_clock)
     assert first == second == 3
 
 
 def test_a_probe_measures_every_axis_and_writes_the_cluster_file(pool, tmp_path):
     out = tmp_path / "cluster.json"
     arguments = dict(flags=["--out", str(out), "--tp", "2", "--pp", "2"], local_ranks=2, slow=(1, 3))
-    printed, *others = pool.run(4, "test_probe:short_probe", **arguments)
+    printed, *others = pool.run(4, short_probe, **arguments)
     assert not any(others)
     machine = read_machine(str(out))
     assert machine.gpus_per_node == 2 and machine.name.startswith("2 x 2 ") and machine.memory_bytes > 1e6

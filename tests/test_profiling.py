@@ -77,7 +77,7 @@ def order_of_waits() -> list[str]:
 
 def test_what_an_action_waits_for_is_not_its_time(pool):
     """1f1b's first rank does F F B B and waits before each B; its last rank F B F B, and waits before each F."""
-    assert pool.run(2, "test_profiling:order_of_waits") == [
+    assert pool.run(2, order_of_waits) == [
         ["begins", "begins", "wait", "begins", "wait", "begins"], ["wait", "begins", "begins"] * 2]
 
 

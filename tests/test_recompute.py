@@ -104,7 +104,7 @@ def share_checkpoints() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 4, *slow(8)])
 def test_checkpoints_are_shared_and_gathered_once_a_layer(pool, n):
-    pool.run(n, "test_recompute:share_checkpoints")
+    pool.run(n, share_checkpoints)
 
 
 def test_a_checkpoint_that_cannot_be_shared_is_refused():

@@ -107,7 +107,7 @@ def comparison(pool):
     def run(n: int) -> list[tuple]:
         with contextlib.ExitStack() as stack:
             ranks = pool if n <= 8 else stack.enter_context(contextlib.closing(Pool(n)))
-            return ranks.run(n, "test_ring:compare", every_dtype=n in (3, 9))
+            return ranks.run(n, compare, every_dtype=n in (3, 9))
     return run
 
 
@@ -174,8 +174,8 @@ def shown() -> str:
 
 
 def test_the_demo_shows_who_sends_which_terms_of_which_chunk(pool):
-    assert "doubling_all_reduce" in pool.run(1, "test_ring:shown")[0]
-    printed, *others = pool.run(4, "test_ring:shown")
+    assert "doubling_all_reduce" in pool.run(1, shown)[0]
+    printed, *others = pool.run(4, shown)
     assert not any(others)
     for name in ("reduce_round", "all_to_all"):  # whose pictures have the terms, too
         for line in re.findall(r"hop \d.*", getattr(ring, name).__doc__):

@@ -177,7 +177,7 @@ def gradients(rival: str, flags: str, folder: str, **more) -> tuple[list, dict[s
 def test_gradients_are_those_of_torchs_own_parallelism(pool, tmp_path, ranks, flags, rival):
     """And learn/judge.py, which knows nothing of ours, accuses it of nothing."""
     flags = f"--global-batch 8 --micro-batch 2 {flags}"
-    results = pool.run(ranks, "test_rivals:gradients", flags=flags, folder=str(tmp_path / "grid"), **rival)
+    results = pool.run(ranks, gradients, flags=flags, folder=str(tmp_path / "grid"), **rival)
     theirs = {}
     for _, grads in results:
         theirs |= grads

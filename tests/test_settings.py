@@ -151,7 +151,7 @@ def communicated(lines: list[str]) -> list[list[tuple]]:
 
 def test_a_setting_changes_what_is_communicated(pool):
     lines = {line for others, change in COMMUNICATED.values() for line in (others, f"{others} {change}")}
-    found = dict(zip(lines, pool.run(4, "test_settings:communicated", lines=[*lines])[0]))
+    found = dict(zip(lines, pool.run(4, communicated, lines=[*lines])[0]))
     for name, (others, change) in COMMUNICATED.items():
         assert found[others] != found[f"{others} {change}"], name
 
@@ -166,4 +166,4 @@ def waits(seconds: float) -> set[float]:
 
 
 def test_collectives_wait_as_long_as_the_timeout_says(pool):
-    assert pool.run(4, "test_settings:waits", seconds=77.0) == [{77.0}] * 4
+    assert pool.run(4, waits, seconds=77.0) == [{77.0}] * 4

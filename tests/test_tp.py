@@ -114,7 +114,7 @@ def pair() -> dict[tuple, list[float]]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 def test_a_pair_of_matrices_equals_the_dense_one(pool, n):
-    for errors in pool.run(n, "test_tp:pair"):
+    for errors in pool.run(n, pair):
         assert max(map(max, errors.values())) < 1e-13, errors
 
 
@@ -160,7 +160,7 @@ def test_an_mlp_of_plain_layers_trains_as_in_one_process(pool, n, column, row):
         want = (F.linear(torch.tanh(F.linear(normal(24, 10, seed=3), a)), b) - normal(24, 10, seed=4)).square().sum()
         want.backward()
         optimizer.step()
-    results = pool.run(n, "test_tp:trained", column=column, row=row)
+    results = pool.run(n, trained, column=column, row=row)
     for loss, _ in results:
         assert loss == pytest.approx(want.item(), rel=1e-12)
     shards = zip(*(weights for _, weights in results))
@@ -190,7 +190,7 @@ def test_plain_pairs_pass_complete_gradients_on(pool, column, row):
     y = x + torch.tanh(torch.tanh(x) @ a.t()) @ b.t()
     z = y + torch.tanh(torch.tanh(y) @ c.t()) @ d.t()
     z.square().sum().backward()
-    for rank, found in enumerate(pool.run(3, "test_tp:plain_gradients", column=column, row=row)):
+    for rank, found in enumerate(pool.run(3, plain_gradients, column=column, row=row)):
         part = shard_slice(24, 3, rank) if column == "PlainSequenceColumn" else slice(None)
         for got, want in zip(found, (z, x.grad), strict=True):
             assert (got - want[part]).abs().max() < 1e-12 * want.abs().max()
@@ -223,7 +223,7 @@ def rounded(sequence: bool) -> list[float]:
 @pytest.mark.parametrize("n, sequence", [(1, False), (2, True), (2, False)])
 def test_products_in_bf16_are_rounded_once(pool, n, sequence):
     """Apart from those that fp32 sums put on the other side of a tie."""
-    for shares in pool.run(n, "test_tp:rounded", sequence=sequence):
+    for shares in pool.run(n, rounded, sequence=sequence):
         assert min(shares) > 0.99, shares
 
 
@@ -319,7 +319,7 @@ def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_
     """As in the timeline above Column.backward. The weights' half runs later, and hides each gather but the first."""
     forward = "gather… …done matmul matmul scatter… …done"  # column, row
     backward = "gather… …done matmul matmul+add gather… matmul scatter… …done matmul+add …done"  # row, column
-    for found in pool.run(2, "test_tp:order_of_layers", kind="plain", pairs=2):
+    for found in pool.run(2, order_of_layers, kind="plain", pairs=2):
         assert found == [
             f"{forward} {forward}", f"{backward} {backward}", f"{forward} {forward}",
             "gather… " + 3 * "gather… …done matmul+add " + "…done matmul+add"]
@@ -327,7 +327,7 @@ def test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_
 
 def test_a_split_backward_of_a_recomputed_pair_gathers_the_output_gradient_twice(pool):
     """For the inputs dZ, and X, which is recomputed; then both once more."""
-    for *_, inputs, weights in pool.run(2, "test_tp:order_of_layers", kind="full"):
+    for *_, inputs, weights in pool.run(2, order_of_layers, kind="full"):
         assert (inputs.count("gather"), weights.count("gather")) == (2, 2)
 
 
@@ -337,7 +337,7 @@ def test_every_hop_of_the_ring_hides_under_the_matmul_of_a_shard(pool, n):
     no weight gradient hides the reduction of dX."""
     hops = (n - 1) * "shift… matmul …done "
     gather_matmul, matmul_reduce = hops + "matmul", ("matmul " + hops).strip()
-    for found in pool.run(n, "test_tp:order_of_layers", kind="async"):
+    for found in pool.run(n, order_of_layers, kind="async"):
         assert found == [
             f"{gather_matmul} {matmul_reduce}",
             f"{gather_matmul} matmul+add gather… matmul scatter… …done matmul+add …done",
@@ -349,7 +349,7 @@ def test_fp8_hides_the_same_exchanges(pool, recipe):
     """With one scale per tensor, ranks agree on those of X and dY before exchanges begin, and not again while one is
     hidden, behind which they would wait."""
     agree = "" if FP8_RECIPES[recipe].blocks else "agree "
-    for found in pool.run(2, "test_tp:order_of_layers", kind=recipe):
+    for found in pool.run(2, order_of_layers, kind=recipe):
         assert found == [
             f"gather… …done {agree}matmul {agree}matmul scatter… …done",
             f"gather… …done {agree}matmul matmul {agree}gather… matmul scatter… …done matmul …done",
@@ -391,7 +391,7 @@ def test_logits_are_saved_in_their_own_dtype():
 @pytest.mark.parametrize("n", [1, 2, 3, *slow(4, 8)])
 def test_the_loss_and_its_gradient_equal_the_dense_ones(pool, n):
     cases = [dict(vocab=vocab, scale=scale, z=z) for vocab in (97, 257) for scale in (1.0, 1e4) for z in (0.0, 0.01)]
-    for errors in chain(*for_each(pool, n, "test_tp:losses", cases)):
+    for errors in chain(*for_each(pool, n, losses, cases)):
         assert max(errors) < 1e-12, errors
 
 
@@ -419,7 +419,7 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(pool, sequence, without):
     """The vocabulary in uneven parts; also where the kernel of one rank does not run."""
     given = dict(x=normal(10, 8, seed=2), table=normal(37, 8, seed=1), labels=torch.arange(10) * 3)
     given["labels"][4] = IGNORED
-    results = pool.run(2, "test_tp:fused_head", sequence=sequence, without=without, **given)
+    results = pool.run(2, fused_head, sequence=sequence, without=without, **given)
     losses, evaluated, dx, dw = zip(*results)
     x, table = given["x"].requires_grad_(), given["table"].requires_grad_()
     loss, plain = (dense_loss(x @ table.t(), given["labels"], z) for z in (0.1, 0))
@@ -465,7 +465,7 @@ def test_labels_and_tokens_outside_of_the_vocabulary_are_refused(pool, n):
     for label in bad:
         with pytest.raises(IndexError):
             F.cross_entropy(torch.zeros(1, 37), torch.tensor([label]))
-    good, *others = for_each(pool, n, "test_tp:answers", [
+    good, *others = for_each(pool, n, answers, [
         dict(vocab=37, ids=ids) for ids in ([0, 18, 19, IGNORED, 36], *([1, label, 36] for label in bad))])
     for said in good:
         assert len(said) == 5 and set(said.values()) == {""}
@@ -539,7 +539,7 @@ def test_a_layer_sends_what_the_papers_say(pool):
     def sent(step: dict) -> Counter:
         return Counter((call.name, call.bytes) for call in step["calls"] if len(call.shape) == 2 and call.shape[0] > 2)
 
-    found = for_each(pool, 2, "test_tp:step", [
+    found = for_each(pool, 2, step, [
         dict(flags=f"--tp 2 {flags} --layers {layers}") for flags in LAYER for layers in (2, 3)])
     for calls, *steps in zip(LAYER.values(), found[::2], found[1::2]):
         for two, three in zip(*steps):
@@ -563,13 +563,13 @@ def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
         flags = f"--experts 4 --expert-ffn 24 --shared-experts 1 --dense-layers 1 {more}"
         want, counted = sampled(flags)
         assert len(want[:, 5:].unique()) > 2 and counted == 0
-        for tokens, counted in pool.run(4, "test_tp:sampled", flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
+        for tokens, counted in pool.run(4, sampled, flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
             assert torch.equal(tokens, want) and counted == 0
 
 
 @pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied --sp off"), (4, "--kv-heads 2 --sp async")])
 def test_no_rank_sees_a_row_of_logits(pool, n, flags):
-    for i, seen in enumerate(pool.run(n, "test_tp:step", flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
+    for i, seen in enumerate(pool.run(n, step, flags=f"--tp {n} --layers 1 --vocab 4001 {flags}")):
         part = shard_slice(4001, n, i)
         assert seen["longest"] == part.stop - part.start  # of any dimension of any tensor
 
@@ -579,7 +579,7 @@ MODES = "none", "selective", "full"
 
 def steps(pool, n: int, flags: str) -> list[tuple]:
     """In every mode of recomputation a step of every rank."""
-    return for_each(pool, n, "test_tp:step", [dict(flags=f"{flags} --recompute {mode}") for mode in MODES])
+    return for_each(pool, n, step, [dict(flags=f"{flags} --recompute {mode}") for mode in MODES])
 
 
 KEPT = ["--tp 1", "--mtp", "--tp 2 --qkv-bias", f"--tp 2 {LATENT}", "--tp 2 --kv-heads 1 --qk-norm --sp off",
@@ -652,4 +652,4 @@ def by_operators() -> list[bool]:
 
 
 def test_operators_on_symmetric_memory_compute_what_the_ring_does(pool):
-    assert pool.run(3, "test_tp:by_operators") == 3 * [[True] * 4]
+    assert pool.run(3, by_operators) == 3 * [[True] * 4]

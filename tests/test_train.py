@@ -13,6 +13,7 @@ import numpy as np
 import pairs
 import program
 import pytest
+import runs
 import tokenizers
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tup
     """(metrics, what was printed) of a run on each grid, (ranks, flags): the same numbers to 1e-10, the same text."""
     found = []
     for i, (ranks, grid) in enumerate(grids):
-        first, *others = pool.run(ranks, "runs:run", flags=f"{SMALL} {flags} {grid} --metrics {folder / str(i)}")
+        first, *others = pool.run(ranks, runs.run, flags=f"{SMALL} {flags} {grid} --metrics {folder / str(i)}")
         assert not any(others)
         found.append((metrics(folder / str(i)), first))
     records, printed = found[0]
@@ -139,7 +140,7 @@ def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tm
     flags = (f"{SMALL} --vocab 300 --sample-prompt= --checkpoint-dir {tmp_path / 'out'} {flags} "
              f"{tmp_path / 'tokens.npy'}")
     with pytest.raises(RuntimeError) as error:
-        pool.run(2, "runs:run", flags=flags)
+        pool.run(2, runs.run, flags=flags)
     line = f"\nValueError: {tmp_path / 'tokens.npy'}: token 4,194,309 is 9999, outside of 0..299: raise"
     assert str(error.value).count(line) == 2 and not (tmp_path / "out").exists()
 
@@ -285,7 +286,7 @@ def test_parameters_of_all_ranks_are_counted_once(pool, ranks, flags):
     model = rules.parse(flags.split(), ranks).model
     alone = sum(math.prod(p.spec.shape) for p in Llama(model, {}).parameters())
     assert alone == costs.parameters(model).total
-    assert pool.run(ranks, "test_train:counted", flags=flags) == [alone] * ranks
+    assert pool.run(ranks, counted, flags=flags) == [alone] * ranks
 
 
 @pytest.mark.parametrize("flags, has", [

@@ -110,4 +110,4 @@ def two_replicas(level: int) -> list[float]:
 
 
 def test_replicas_have_the_sum_of_their_gradients(pool):
-    assert pool.run(2, "test_used_alone:two_replicas", level=1) == [[3.0], [3.0]]
+    assert pool.run(2, two_replicas, level=1) == [[3.0], [3.0]]

@@ -5,6 +5,7 @@ from itertools import chain
 
 import grids
 import pytest
+import sharding
 import torch
 from grids import MIXTRAL, NO_GROUPS, for_each
 from pool import slow
@@ -85,7 +86,7 @@ def test_the_plain_level_1_trains_as_one_process_does(pool, ranks):
                 plain_loss(model, ranks, rank, number).backward()
         optimizer.step()
     want, length = [param.detach() for param in model.parameters()], math.ceil(58 / ranks)
-    for seen in pool.run(ranks, "test_zero:trained_plainly"):
+    for seen in pool.run(ranks, trained_plainly):
         torch.testing.assert_close(seen["weights"], want, rtol=0, atol=1e-12)
         assert seen["sent"] == 2 * (ranks - 1) * length * 8 and seen["moments"] == [length, length]
 
@@ -290,7 +291,7 @@ def test_elements_sent_are_those_of_the_stage(pool, n, accumulated):
     both = torch.float32, torch.bfloat16
     for dtype in both if n > 2 else both[accumulated - 1:accumulated]:
         cases = [dict(flags=f"--zero {level} {batch}", dtype=dtype) for level in (1, 2, 3)]
-        for level, ranks in enumerate(for_each(pool, n, "sharding:sent", cases), 1):
+        for level, ranks in enumerate(for_each(pool, n, sharding.sent, cases), 1):
             for seen in ranks:
                 assert len(seen["padded"]) == 6 and not seen["others"]
                 P, first, last, A = sum(seen["padded"]), seen["padded"][0], seen["padded"][-1], accumulated
@@ -305,7 +306,7 @@ def test_gradients_are_reduced_while_backward_goes_on(pool):
     waits for; of a hybrid the next bucket's then launches the sum over replicas, and one is left at the end."""
     cases = [(0, False), *((level, hybrid) for level in (1, 2, 3) for hybrid in (False, True))]
     lines = [dict(flags=f"--zero {level}{' --dp-replicate 2' * hybrid}") for level, hybrid in cases]
-    found = for_each(pool, 4, "sharding:events", lines)
+    found = for_each(pool, 4, sharding.events, lines)
     for level, hybrid, seen in ((*case, seen) for case, ranks in zip(cases, found, strict=True) for seen in ranks):
         kind, reductions = "reduce_scatter dp" if level else "all_reduce dp", 12 if level >= 2 else 6
         backward, after = seen[:seen.index("finish")], seen[seen.index("finish") + 1:]
@@ -332,7 +333,7 @@ def test_gradients_are_reduced_while_backward_goes_on(pool):
 def test_every_collective_is_waited_for_before_its_tensors_are_used(pool, ranks, flags):
     """Where every result is written only by wait(), and inputs are compared there, a grid still equals one process."""
     flags = f"--micro-batch 12 {flags} --bucket-mb 0"
-    results, want = pool.run(ranks, "sharding:delayed", flags=flags), truth(model_flags(flags))
+    results, want = pool.run(ranks, sharding.delayed, flags=flags), truth(model_flags(flags))
     assert results[0]["norm"] == pytest.approx(want["norm"], rel=1e-11)
     compare(grids.whole([result["params"] for result in results]), want["params"], "weights")
 
@@ -350,7 +351,7 @@ def summed_over_micro_batches() -> list[float]:
 
 def test_micro_batches_are_summed_in_fp32_whatever_is_sent(pool):
     """A sum in bf16 would stay at 2."""
-    assert pool.run(2, "test_zero:summed_over_micro_batches") == 2 * [[2 * (1 + 300 * 2**-9)]]
+    assert pool.run(2, summed_over_micro_batches) == 2 * [[2 * (1 + 300 * 2**-9)]]
 
 
 def after_a_failed_step(level: int) -> list[list[float]]:
@@ -370,7 +371,7 @@ def after_a_failed_step(level: int) -> list[list[float]]:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_step_after_one_that_failed_has_only_its_own_gradients(pool, level):
     """The failed step may have left reductions running."""
-    for rank in pool.run(2, "test_zero:after_a_failed_step", level=level):
+    for rank in pool.run(2, after_a_failed_step, level=level):
         assert rank == [[6.0], [6.0]]
 
 
@@ -383,7 +384,7 @@ def test_gradients_that_are_sent_to_nobody_are_not_rounded():
 @pytest.mark.parametrize("flags", ["--zero 0", "--zero 3 --dp-replicate 2"])
 def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded(pool, flags):
     """Half a unit in the last place (2^-9) of each rank's term, and of each partial sum of n ranks."""
-    exact, rounded = for_each(pool, 4, "sharding:sent", [
+    exact, rounded = for_each(pool, 4, sharding.sent, [
         dict(flags=f"--global-batch 16 --micro-batch 2 {flags} --reduce-dtype {dtype}", dtype=torch.bfloat16)
         for dtype in ("fp32", "bf16")])
     for one, half in zip(exact, rounded):
@@ -396,14 +397,14 @@ def test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded(pool, flags)
 def test_a_hybrid_sums_over_replicas_what_a_rank_owns_once(pool):
     cases = [dict(flags=f"--zero {level} --dp-replicate 2 --global-batch 12 --micro-batch 1", dtype=torch.float32)
              for level in (1, 2, 3)]
-    for seen in chain(*for_each(pool, 4, "sharding:sent", cases)):
+    for seen in chain(*for_each(pool, 4, sharding.sent, cases)):
         assert seen["by_op"]["allreduce_"] / 4 == sum(seen["padded"])
 
 
 def test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch(pool):
     """zb-v has the embedding and the head on one rank. Each backward of a micro-batch adds to the tied table."""
     flags = "--tied --pp 2 --schedule zb-v --layers 4 --zero 2 --global-batch 8 --micro-batch 1"
-    for seen in pool.run(4, "sharding:sent", flags=flags, dtype=torch.float32):
+    for seen in pool.run(4, sharding.sent, flags=flags, dtype=torch.float32):
         assert seen["by_op"]["_reduce_scatter_base_"] / 4 == 4 * sum(seen["padded"])
 
 
@@ -412,7 +413,7 @@ def test_a_table_that_two_stages_of_a_rank_use_is_reduced_once_a_micro_batch(poo
 @cache
 def held(pool, level: int, dtype: torch.dtype, moments: str) -> list[dict]:
     flags = f"--zero {level} --moments-dtype {moments} --global-batch 4 --micro-batch 1"
-    return pool.run(2, "sharding:held", flags=flags, dtype=dtype)
+    return pool.run(2, sharding.held, flags=flags, dtype=dtype)
 
 
 @pytest.mark.parametrize("level, dtype, moments", [
@@ -446,13 +447,13 @@ def test_live_bytes_are_those_of_the_formula(pool, level, dtype, moments):
 def test_with_replicas_two_whole_gradients_exist_too(pool):
     """Though a reduction then waits twice, for the sum over shards and for that over replicas."""
     flags = "--zero 2 --dp-replicate 2 --global-batch 8 --micro-batch 1"
-    for seen in pool.run(4, "sharding:held", flags=flags, dtype=torch.bfloat16):
+    for seen in pool.run(4, sharding.held, flags=flags, dtype=torch.bfloat16):
         assert seen["peak"]["gradients"] == 4 * sum(sorted(seen["padded"])[-2:])
 
 
 def test_forwards_without_a_backward_leave_no_weights(pool):
     """Old ones would be those of the next step's forward, and gathered ones would take memory after an evaluation."""
-    usual, interrupted = for_each(pool, 2, "sharding:trained", [
+    usual, interrupted = for_each(pool, 2, sharding.trained, [
         dict(flags="--zero 3", steps=2, lr=1e-2, forwards=forwards) for forwards in (0, 2)])
     for (want, _), (got, left) in zip(usual, interrupted):
         assert left == [0, 0] and all(torch.equal(a[-1], b[-1]) for a, b in zip(want, got, strict=True))
@@ -461,13 +462,13 @@ def test_forwards_without_a_backward_leave_no_weights(pool):
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 def test_all_ranks_skip_a_step_that_overflows(pool):
-    for seen in pool.run(4, "sharding:overflow"):
+    for seen in pool.run(4, sharding.overflow):
         assert seen == [(True, True, 1024.0, 1.0), (False, False, 512.0, 1.0), (False, False, 256.0, 1.0),
                         (True, True, 256.0, 2.0)]
 
 
 def weights_of(pool, cases: list[dict]) -> list[dict[str, torch.Tensor]]:
-    trained = for_each(pool, 2, "sharding:trained", cases)
+    trained = for_each(pool, 2, sharding.trained, cases)
     return [grids.whole([pieces for pieces, _ in ranks]) for ranks in trained]
 
 

@@ -6,7 +6,6 @@ tensor they hold.
 """
 import copy
 import hashlib
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -113,14 +112,13 @@ def recorded() -> AbstractContextManager[list[Call]]:
                           (dist, "batch_isend_irecv", transfers))
 
 
-def for_each(pool, ranks: int, function: str, cases: list[dict]) -> list[tuple]:
+def for_each(pool, ranks: int, function: Callable, cases: list[dict]) -> list[tuple]:
     """Of each of these arguments what a function makes on every rank, all in one world, which costs less than many."""
-    return list(zip(*pool.run(ranks, "grids:results_of", of=function, cases=cases), strict=True))
+    return list(zip(*pool.run(ranks, results_of, of=function, cases=cases), strict=True))
 
 
-def results_of(of: str, cases: list[dict]) -> list:
-    module, _, name = of.partition(":")
-    return [getattr(importlib.import_module(module), name)(**case) for case in cases]
+def results_of(of: Callable, cases: list[dict]) -> list:
+    return [of(**case) for case in cases]
 
 
 def build(settings: config.Config, dtype: str = "", groups=None, device: str = "cpu", filled: bool = True) -> tuple:

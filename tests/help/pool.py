@@ -1,19 +1,19 @@
 """Eight processes that stay alive for the whole test session and run any function as the ranks of a fresh world.
 
 Starting processes costs seconds, so it is done once (a fork server that has torch loaded makes eight in one second); a
-world costs a tenth of a second, so every job gets its own: `run(4, "grids:train", ...)` initialises a default process
-group over ranks 0..3, exactly as torchrun would, calls `train` of grids.py on each, and returns their results.
+world costs a tenth of a second, so every job gets its own: `run(4, grids.train, ...)` initialises a default process
+group over ranks 0..3, exactly as torchrun would, calls `grids.train(...)` on each, and returns their results.
 """
 import contextlib
 import datetime
 import faulthandler
 import gc
-import importlib
 import os
 import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -42,8 +42,7 @@ def work(number: int, port: int, stacks_of: str, connection) -> None:
         try:
             dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world,
                                     timeout=datetime.timedelta(seconds=timeout))
-            module, _, name = function.partition(":")
-            result = True, getattr(importlib.import_module(module), name)(**arguments)
+            result = True, function(**arguments)
             dist.barrier()
         except BaseException:
             result = False, traceback.format_exc()
@@ -80,10 +79,11 @@ class Pool:
     def stacks_of(self, number: int) -> str:
         return os.path.join(self.folder.name, f"stacks{number}")
 
-    def run(self, world: int, function: str, timeout: float = 300, **arguments) -> list:
-        """The results of `function` ("module:name", called with `arguments`) on every rank of a world of its own.
+    def run(self, world: int, function: Callable, timeout: float = 300, **arguments) -> list:
+        """The results of `function(**arguments)` on every rank of a world of its own.
 
-        Raises RuntimeError with the traceback of every rank that failed, and with where each stood if time ran out."""
+        `function` stands at the top level of a module, since ranks import it by its name. Raises RuntimeError with the
+        traceback of every rank that failed, and with where each stood if time ran out."""
         self.jobs += 1
         connections = [connection for _, connection in self.workers[:world]]
         for rank, connection in enumerate(connections):
@@ -95,14 +95,14 @@ class Pool:
                     break
                 results.append(connection.recv())
         except EOFError:
-            raise RuntimeError(f"{function}: rank {len(results)} has died.\n{self.replace(world)}") from None
+            raise RuntimeError(f"{function.__name__}: rank {len(results)} has died.\n{self.replace(world)}") from None
         late = [rank for rank in range(len(results), world) if not connections[rank].poll()]
         results += [(True, None) if rank in late else connections[rank].recv() for rank in range(len(results), world)]
         problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
         if late:  # perhaps because another one has failed
             problems.append(f"took more than {timeout} s.\n{self.replace(world)}")
         if problems:
-            raise RuntimeError(f"{function} on {world} ranks:\n" + "\n".join(problems))
+            raise RuntimeError(f"{function.__name__} on {world} ranks:\n" + "\n".join(problems))
         return [result for _, result in results]
 
     def replace(self, world: int) -> str:
