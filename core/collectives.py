@@ -131,8 +131,7 @@ class Call(NamedTuple):
     """A call of a collective by this rank.
 
     number: counts this rank's calls on the axis, from 1. The same collective has the same number on every rank of its
-        group, except on the axis pp. There sends and receives are counted too, and ranks make different numbers of
-        them.
+        group. Sends and receives are counted by themselves, because ranks make different numbers of them.
     """
     operation: str
     axis: str
@@ -141,7 +140,7 @@ class Call(NamedTuple):
 
 
 sent: Counter[str] = Counter()  # axis -> bytes that this rank has sent
-calls: Counter[str] = Counter()  # axis -> collectives that it has called
+calls: Counter[str] = Counter()  # axis -> collectives that it has called; "pp transfers" -> its sends and receives
 
 # A hook. Every collective is called, and later waited for, in the context watch(call), which yields the call. The
 # default, nullcontext, does nothing more. run/ranks.py replaces it by a context that records the calls. If ranks wait
@@ -152,8 +151,9 @@ watch: Callable[[Call | None], AbstractContextManager] = nullcontext
 def calling(operation: str, group: Group, nbytes: int, peer: int | None = None) -> AbstractContextManager[Call]:
     """Count a call that sends `nbytes` from this rank. Return watch(call), a context in which the caller makes it."""
     sent[group.axis] += nbytes
-    calls[group.axis] += 1
-    return watch(Call(operation, group.axis, calls[group.axis], peer))
+    counted_as = group.axis if peer is None else f"{group.axis} transfers"
+    calls[counted_as] += 1
+    return watch(Call(operation, group.axis, calls[counted_as], peer))
 
 
 # ---- collectives that write into tensors of the caller --------------------------------------------------------------
