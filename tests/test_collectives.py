@@ -68,7 +68,8 @@ def recorded() -> tuple[list[ranks.Call], dict[str, int]]:
                  lambda: collectives.all_gather(x, y, group), lambda: collectives.reduce_scatter(y, x, group),
                  lambda: collectives.all_to_all(x, x.clone(), [2, 2], [2, 2], group),
                  lambda: collectives.shift(y, torch.ones(2), group).wait(),
-                 lambda: (collectives.receive if me else collectives.send)(x, 1 - me, group).wait()):
+                 lambda: (collectives.receive if me else collectives.send)(x, 1 - me, group).wait(),
+                 lambda: collectives.all_reduce(x, group)):
         call()
         assert ranks.record.waiting_for is None
         out.append(ranks.record.last)
@@ -76,13 +77,14 @@ def recorded() -> tuple[list[ranks.Call], dict[str, int]]:
 
 
 def test_a_rank_records_what_it_calls_on_which_axis(pool):
-    """As a watchdog reads it: operation, axis, the number of the call there, and who is at the other end."""
+    """As a watchdog reads it: operation, axis, the number of the call there, and who is at the other end. Transfers, of
+    which ranks make different numbers, do not count among collectives."""
     operations = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"]
     for me, (calls, sent) in enumerate(pool.run(2, recorded)):
         assert calls.pop(1) == ("all_reduce", "dp", 1, None)
         assert calls == [*((name, "pp", number, None) for number, name in enumerate(operations, 1)),
-                         ("receive" if me else "send", "pp", 6, 1 - me)]
-        assert sent == {"dp": 16, "pp": 16 + 8 + 8 + 8 + 8 + 16 * (1 - me)}
+                         ("receive" if me else "send", "pp", 1, 1 - me), ("all_reduce", "pp", 6, None)]
+        assert sent == {"dp": 16, "pp": 16 + 8 + 8 + 8 + 8 + 16 * (1 - me) + 16}
 
 
 @pytest.mark.parametrize("device, where", [
