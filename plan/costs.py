@@ -1,19 +1,24 @@
-"""What a run costs, by formula: parameters, FLOPs, and what its layers make and save.
+"""The costs of a run by formula: its parameters, its FLOPs, and the activations of its layers.
 
-Nothing is measured here and nothing needs torch: formulas take settings and shapes, so they answer before anything
-runs. The tests compare them: parameters with published totals, exactly; state and activations with what run/meter.py
-counts in a real step, to the byte (FP8 to 2%); FLOPs to 1% (norms and softmax are left out).
+The formulas take settings and shapes. They need neither torch nor a run. The tests compare them with:
+- published totals of parameters, exactly;
+- the bytes of state and activations that run/meter.py counts in a real step, to the byte (with FP8 to 2%);
+- the FLOPs that it counts, to 1%, because the formulas leave out norms and softmax.
 
-Parameters and FLOPs. Each of the P parameters that a token passes through takes part in one multiplication and one
-addition in forward, and in two of each in backward: 6 P FLOPs per token (papers write 6 N). Attention's scores and
-their product with the values add 12 L q S, where q is heads x head width, or 6 L q S if only the visible half of the
-scores counts (causal). Experts that a token is not sent to do not count in P.
+Parameters and FLOPs. In forward a token multiplies and adds once with each of the P parameters that it passes
+through, in backward twice. That makes 6 P FLOPs per token (papers write 6 N). Experts to which a token is
+not sent do not count in P. Attention's scores, and their product with the values, add 12 L q S. If only the
+visible half of the scores counts (causal), they add 6 L q S.
 
-Activations. A layer is a table of what its forward makes: bytes per token, the strongest recomputation under which it
-is still saved, what shards it, and the FLOPs that make it. From it follow what a rank saves and what is recomputed.
+Activations. A layer is a table of the tensors that its forward makes. An entry has the bytes per token, the
+strongest recomputation under which the tensor is still saved, the axis that shards it, and the FLOPs that make
+it. The bytes that a rank saves and the FLOPs that it repeats follow from this table.
 
-Letters: H = hidden, F = ffn, q = heads x head width, kv = key and value heads x head width, E = experts, k = experts
-per token, S = sequence, L = layers, W = window, P = parameters.
+    H   hidden                            E   experts
+    F   ffn                               k   experts per token
+    q   heads x head width                S   tokens of a sequence
+    kv  key and value heads x head width  W   window
+    L   layers                            P   parameters
 """
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ RECOMPUTE = ("none", "selective", "full")  # from weakest to strongest
 
 
 def acc_bytes(element: int) -> int:
-    """Bytes per element of the accumulation dtype (of main gradients, norms' statistics) if weights take `element`."""
+    """Bytes per element of main gradients and norm statistics, if a weight takes `element` bytes."""
     return max(element, 4)
 
 
@@ -43,7 +48,11 @@ def reduced_bytes(settings: Config, element: int) -> int:
 # ---- parameters and FLOPs -------------------------------------------------------------------------------------------
 
 class Parameters(NamedTuple):
-    """How many parameters a model has, by component. experts: of all experts; active_experts: of a token's top k."""
+    """The number of parameters of a model by component.
+
+    experts: all experts' parameters
+    active_experts: the parameters of the top k experts of one token
+    """
     embedding: int
     attention: int
     ffn: int
@@ -52,7 +61,7 @@ class Parameters(NamedTuple):
     router: int
     norms: int
     head: int  # 0 if it is tied to the embedding
-    projection: int  # of multi-token prediction, whose other parameters are counted with those of the layers
+    projection: int  # the matrix of multi-token prediction; its block counts as a layer
 
     @property
     def total(self) -> int:
@@ -101,15 +110,17 @@ def norm_elements(model: Model) -> int:
 
 
 def lecture_parameters(model: Model) -> dict[str, int]:
-    """The count of GPT-2's architecture, h V + L (12 h^2 + 13 h) + 2 h, by component: tied table, four h x h matrices
-    and a feed-forward of 4 h, each with biases, and norms with biases. Positions left out (Narayanan et al. 2021)."""
+    """Parameters of GPT-2's architecture by component, h V + L (12 h^2 + 13 h) + 2 h (Narayanan et al. 2021).
+
+    The embedding is tied. A layer has four h x h matrices and a feed-forward of width 4 h. Matrices and norms have
+    biases. Learned positions are left out."""
     h, L = model.hidden, model.layers
     return dict(vocabulary=model.vocab * h, attention=4 * L * h * h, ffn=8 * L * h * h,
                 norms_and_biases=L * (4 + 5 + 4) * h + 2 * h)
 
 
 def visible_keys(model: Model, layer: int, seq: int) -> float:
-    """How many keys a token sees in a layer, averaged over a sequence: S/2, or W - W^2 / 2S with a window of W."""
+    """The keys that a token of a layer sees, averaged over a sequence: S/2, or W - W^2 / 2S with a window of W."""
     window = min(model.window_of(layer) or seq, seq)
     return window - window * window / (2 * seq)
 
@@ -117,9 +128,12 @@ def visible_keys(model: Model, layer: int, seq: int) -> float:
 def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
     """Floating-point operations per token, forward and backward: 6 P + 12 L q S (Chowdhery et al. 2022, appendix B).
 
-    P: active parameters without the input embedding, which multiplies nothing. causal: count only the visible scores,
-    half of them: 6 P + 6 L q S. In a layer with a window, twice its visible keys take the place of S. Where values are
-    not as wide as keys, q is the mean of both. With multi-token prediction the head multiplies twice.
+    P is the number of active parameters without the input embedding, which is not multiplied.
+
+    causal: count only the visible scores, which are half of them: 6 P + 6 L q S
+
+    In a layer with a window, S is twice the number of visible keys. If values are narrower than keys, q is the mean of
+    both widths. With multi-token prediction the head multiplies twice.
     """
     count = parameters(model)
     multiplied = count.active - (0 if model.tied else count.embedding) + model.mtp * model.vocab * model.hidden
@@ -130,17 +144,24 @@ def flops_per_token(model: Model, seq: int, causal: bool = False) -> float:
 # ---- layers of a stage, elements of its buckets ---------------------------------------------------------------------
 
 def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int = 1) -> list[range]:
-    """The layers of each stage, such that the largest work of a stage is as small as possible. Of equally good
-    partitions, the one with fewer layers in early stages, which hold activations of more micro-batches.
+    """The layers of each stage, chosen so that the largest work of a stage is as small as possible.
 
-    work: of each layer; last: of the head. least: layers of a stage, 1 or 0. Raises ValueError if layers are too few.
+    If several partitions are equally good, this returns the one with the fewest layers in early stages, because
+    early stages hold the activations of more micro-batches.
+
+    work: the work of each layer
+    last: the work of the head, which belongs to the last stage
+    least: the smallest number of layers of a stage, 1 or 0
+
+    Raises ValueError if there are too few layers.
     """
     if stages * least > len(work):
         raise ValueError(f"{len(work)} layers cannot be split into {stages} stages: use 1 to {len(work)}")
     sums = [0.0, *accumulate(work)]
 
     def fill(limit: float) -> list[int] | None:
-        """The first layer of each stage if late stages take as many as the limit allows, but `least` at least."""
+        """The first layer of each stage, if late stages take as many layers as the limit allows and at least `least`.
+        None if a stage exceeds the limit."""
         starts, stop = [], len(work)
         for stage in reversed(range(stages)):
             room = limit + 1e-9 - last * (stage == stages - 1)
@@ -151,7 +172,7 @@ def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int 
             stop = start
         return starts
 
-    low, high = 0.0, sums[-1] + last  # limits: the best one is between them
+    low, high = 0.0, sums[-1] + last  # the smallest possible limit lies between them
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (middle, high) if fill(middle) is None else (low, middle)
@@ -160,7 +181,7 @@ def partition(work: Sequence[float], stages: int, last: float = 0.0, least: int 
 
 
 def layer_kinds(settings: Config) -> tuple[tuple, ...]:
-    """The kind of every block; blocks of one kind cost the same."""
+    """The kind of each block. Blocks of the same kind have the same costs."""
     model = settings.model
     first_expert = model.dense_layers if model.experts else model.blocks
     return kinds_of_layers(model.layers, model.blocks, first_expert, model.window, model.full_attention_every,
@@ -176,7 +197,7 @@ def kinds_of_layers(layers: int, blocks: int, first_expert: int, window: int, fu
 
 
 def by_kind(settings: Config, cost: Callable[[int], Any]) -> dict[tuple, Any]:
-    """cost(layer) of one layer of each kind."""
+    """Kind -> cost(layer), called for one layer of each kind."""
     return {kind: cost(layer) for kind, layer in one_of_each(layer_kinds(settings)).items()}
 
 
@@ -186,21 +207,24 @@ def one_of_each(kinds: tuple[tuple, ...]) -> dict[tuple, int]:
 
 
 def stages_of(settings: Config) -> list[range]:
-    """The layers of every pipeline stage, of about equal FLOPs, the head's included."""
+    """The layers of each pipeline stage. Stages have about equal FLOPs; the last one includes the head."""
     grid, fields = settings.grid, tuple(vars(settings.model).values())
     return divide(fields, layer_kinds(settings), settings.batch.seq_len, grid.pp * grid.virtual_stages)
 
 
 @lru_cache(1024)
 def divide(fields: tuple, kinds: tuple[tuple, ...], seq: int, stages: int) -> list[range]:
-    """fields: of the Model; kinds: of its layers."""
+    """The layers of each of `stages` stages. fields: the values of a Model (a cache needs hashable arguments)."""
     work, head = relative_work(Model(*fields), kinds, seq)
     return partition(work, stages, head)
 
 
 def relative_work(model: Model, kinds: tuple[tuple, ...], seq: int, scores: bool = True) -> tuple[list[float], float]:
-    """Forward FLOPs of each layer and of the head, relative to the largest layer's. kinds: of the layers. scores:
-    whether attention's scores count."""
+    """Forward FLOPs of each layer and of the head, relative to the largest layer.
+
+    kinds: the kind of each layer
+    scores: whether attention's scores count
+    """
     tables = {kind: llama_layer(model, seq, layer=layer) for layer, kind in enumerate(kinds)}
     of_kind = {kind: forward_flops(table) - table["attention"].flops * (not scores) for kind, table in tables.items()}
     unit = max(of_kind.values())
@@ -208,7 +232,7 @@ def relative_work(model: Model, kinds: tuple[tuple, ...], seq: int, scores: bool
 
 
 def layer_elements(settings: Config, layer: int) -> dict[str, int]:
-    """Parameters of a block on one rank, by data axis: "dp", or "edp" for experts."""
+    """Parameters of a block on one rank by data axis, which is "dp", or "edp" for experts."""
     model, grid = settings.model, settings.grid
     H, t = model.hidden, grid.tp
     dense = 2 * H + attention_elements(model, t) + norm_elements(model)
@@ -221,7 +245,7 @@ def layer_elements(settings: Config, layer: int) -> dict[str, int]:
 
 
 def layer_matrices(model: Model, layer: int) -> dict[tuple[int, int], int]:
-    """Shape -> number of the whole matrices of a block, the router's among them."""
+    """Shape -> number of matrices of that shape in a block, before any sharding. The router's matrix is included."""
     H, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = Counter([(q, H), (kv, H), (kv, H), (H, q)])
     if model.kv_lora_rank:
@@ -241,13 +265,13 @@ def layer_matrices(model: Model, layer: int) -> dict[tuple[int, int], int]:
 
 
 def muon_flops(model: Model, layer: int) -> int:
-    """Of a block's matrices: 5 iterations of X X^T, its square, and their product with X."""
+    """FLOPs of Muon's update of a block: 5 iterations, each with X X^T, its square, and their product with X."""
     return sum(count * 5 * (4 * min(shape)**2 * max(shape) + 2 * min(shape)**3)
                for shape, count in layer_matrices(model, layer).items())
 
 
 def vector_elements(settings: Config, layer: int) -> int:
-    """Of a block's norms and biases, on one rank."""
+    """Elements of the norms and biases of a block on one rank."""
     model, t = settings.model, settings.grid.tp
     biases = model.qkv_bias * (model.heads // t + 2 * max(model.kv_heads // t, 1))
     norms = 5 if layer == model.layers else 2  # the block of multi-token prediction has three more
@@ -255,8 +279,12 @@ def vector_elements(settings: Config, layer: int) -> int:
 
 
 def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
-    """Elements of each bucket of a rank by data axis, as dp.assign_to_buckets makes them. stages: this rank's, and
-    their layers. element: bytes per element of a weight. Of tp ranks the one with the most rows of the vocabulary."""
+    """Elements of each bucket of a rank by data axis, as dp.assign_to_buckets makes them.
+
+    stages: the rank's pipeline stages -> their layers
+    element: bytes per element of a weight
+
+    Among tensor parallel ranks, this is the one with the most rows of the vocabulary."""
     model, grid = settings.model, settings.grid
     capacity = 0 if grid.zero == 3 else grid.bucket_mb * 1e6 / acc_bytes(element)
     table, last_stage = -(-model.vocab // grid.tp) * model.hidden, grid.pp * grid.virtual_stages - 1
@@ -291,7 +319,7 @@ def bucket_elements(settings: Config, stages: Mapping[int, range], element: int)
 
 
 def matrix_elements(settings: Config, layers: Iterable[int]) -> dict[str, int]:
-    """Elements of the matrices of these blocks on one rank, by data axis."""
+    """Elements of the blocks' matrices on one rank, by data axis."""
     found = Counter()
     for layer in layers:
         found.update(layer_elements(settings, layer))
@@ -300,8 +328,8 @@ def matrix_elements(settings: Config, layers: Iterable[int]) -> dict[str, int]:
 
 
 def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
-    """Elements of the matrices of these blocks, on one rank, that multiply in FP8: all but the router, and those that
-    make latents."""
+    """Elements of the blocks' matrices that multiply in FP8, on one rank. The router and the matrices that make
+    latents stay in 16 bits."""
     model, layers = settings.model, [layer for layer in layers if layer in settings.fp8_layers()]
     in_16_bits = sum(model.has_experts(layer) * model.experts * model.hidden + latent_elements(model)
                      for layer in layers)
@@ -309,8 +337,9 @@ def fp8_elements(settings: Config, layers: Iterable[int]) -> int:
 
 
 def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
-    """Elements per token of a micro-batch that a rank quantises in a block: (inputs of FP8 linear layers, gradients of
-    their outputs). Each rank quantises what it has gathered in 16 bits."""
+    """Elements per token that a rank quantises in a block: (inputs of FP8 linear layers, gradients of their outputs).
+
+    Tensors are gathered in 16 bits, and each rank quantises the gathered tensor."""
     model, t = settings.model, settings.grid.tp
     H = model.hidden
     q, kv = model.heads // t * model.head_dim, max(model.kv_heads // t, 1) * model.head_dim
@@ -330,8 +359,10 @@ def fp8_operands(settings: Config, layer: int) -> tuple[float, float]:
 
 
 def fp8_bytes(settings: Config, copies: int) -> int:
-    """Bytes read and written to quantise an element of 16 bits (fp8.py): it is read once, with a scale per tensor once
-    more before, for the largest; `copies` are written, rowwise, columnwise or both."""
+    """Bytes read and written to quantise an element of 16 bits (fp8.py).
+
+    It is read once. With one scale per tensor it is read twice, first to find the largest value. `copies` copies are
+    written: 1 (rowwise or columnwise) or 2 (both)."""
     recipe = settings.precision.fp8_recipe()
     return (2 if recipe.blocks else 4) + copies if recipe else 0
 
@@ -341,9 +372,10 @@ def fp8_bytes(settings: Config, copies: int) -> int:
 class Activation(NamedTuple):
     """A tensor that a layer's forward makes, per token.
 
-    nbytes: of all tensor parallel ranks together, copies of key and value heads included. saved_under: the strongest of
-    RECOMPUTE under which it is still saved. sharded_by: "tp": by tensor parallelism; "sp": by sequence parallelism
-    only; "": by neither. flops: to make it.
+    nbytes: bytes on all tensor parallel ranks together, including copies of key and value heads
+    saved_under: the strongest of RECOMPUTE under which it is still saved
+    sharded_by: "tp" (tensor parallelism), "sp" (only sequence parallelism) or "" (neither)
+    flops: FLOPs that make it
     """
     nbytes: float
     saved_under: str
@@ -366,18 +398,20 @@ def forward_flops(layer: Layer) -> float:
 
 
 def recomputed_flops(layer: Layer, recompute: str) -> float:
-    """FLOPs per token that backward repeats, of all activations that are not saved. A layer's last matmul is never
-    repeated: no backward of the layer reads its result."""
+    """FLOPs per token that backward repeats to make the activations that are not saved. The last matmul of a layer is
+    never repeated, because the layer's backward does not read its result."""
     return sum(activation.flops for activation in layer.values()
                if RECOMPUTE.index(activation.saved_under) < RECOMPUTE.index(recompute))
 
 
 class LayerOptions(NamedTuple):
-    """How a layer is executed, as far as it changes what is saved.
+    """The settings of a layer's execution that change which tensors it saves.
 
-    element: bytes per element of an activation. cp, tp: ranks; above kv_heads, each kv head exists tp / kv_heads times.
-    attention: "math" saves scores. aux, router_z: whether the router has these losses. copies: of each token that are
-    sent to experts, see copies_per_token; 0: all experts are on one rank.
+    element: bytes per element of an activation
+    tp, cp: ranks; if tp exceeds kv_heads, each key and value head exists tp / kv_heads times
+    attention: "math" saves the scores
+    aux, router_z: whether the router has these losses
+    copies: how many ranks each token is sent to on average (copies_per_token); 0 if all experts are on one rank
     """
     element: int = 2
     tp: int = 1
@@ -392,7 +426,7 @@ BF16 = LayerOptions()
 
 
 def llama_layer(model: Model, seq: int, options: LayerOptions = BF16, layer: int = -1) -> Layer:
-    """A block of model.py; by default the last layer."""
+    """The table of a block of model.py, by default of the last layer."""
     layer = model.layers - 1 if layer == -1 else layer
     ffn = experts_half(model, options) if model.has_experts(layer) else ffn_half(model, options)
     rest = joining_half(model, options) if layer == model.layers else {}
@@ -401,9 +435,11 @@ def llama_layer(model: Model, seq: int, options: LayerOptions = BF16, layer: int
 
 
 def joining_half(model: Model, options: LayerOptions) -> Layer:
-    """What the block of multi-token prediction makes besides: the next token's embedding, normalised and beside the
-    last layer's result, also normalised; their product with a matrix is the block's input. In the end two results, of
-    which the model's is a copy. All of it is saved, whatever is recomputed."""
+    """The further tensors of a block of multi-token prediction.
+
+    The embedding of the next token and the result of the last layer are normalised and concatenated. Their product
+    with a matrix is the block's input. The model returns two results, one of them a copy. All of these tensors are
+    saved under any recomputation."""
     H, e, acc = model.hidden, options.element, acc_bytes(options.element)
     return dict(joined=Activation(4 * H * e, "full", "sp", 4 * H * H),
                 joined_norms_statistics=Activation(3 * acc, "full", "sp"),
@@ -435,7 +471,8 @@ def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) ->
 
 
 def latent_attention_half(model: Model, layer: int, seq: int, options: LayerOptions) -> Layer:
-    """Attention of DeepSeek-V3. Keys and values are expanded on all cp ranks for all tokens, and values padded."""
+    """Attention of DeepSeek-V3. Each context parallel rank expands the keys and values of all tokens, and pads the
+    values."""
     e, acc, c = options.element, acc_bytes(options.element), options.cp
     H, D, v, N = model.hidden, model.head_dim, model.value_dim, model.heads
     R, r, Q = model.kv_lora_rank, model.rope_head_dim, model.q_lora_rank
@@ -471,10 +508,10 @@ def ffn_half(model: Model, options: LayerOptions) -> Layer:
 
 
 def experts_half(model: Model, options: LayerOptions) -> Layer:
-    """The feed-forward half of a block with experts (ep.py) which all get equally many tokens.
+    """The feed-forward half of a block with experts (ep.py), if all experts get equally many tokens.
 
-    Under selective recomputation, too, the tokens dispatched to experts are saved, since making them again would
-    communicate again. The routing is saved under full recomputation as well, see ep.py.
+    Selective recomputation saves the tokens dispatched to experts, because to make them again it would have to
+    communicate again. Full recomputation also saves the routing (see ep.py).
     """
     H, F, E, k = model.hidden, model.expert_ffn, model.experts, model.top_k
     e, acc = options.element, acc_bytes(options.element)
@@ -499,7 +536,7 @@ def experts_half(model: Model, options: LayerOptions) -> Layer:
 
 
 def copies_per_token(model: Model, ranks: int) -> float:
-    """The expected number of ranks with experts of a token, if any top_k of all experts are equally likely."""
+    """The expected number of ranks that hold a token's experts, if every choice of top_k experts is equally likely."""
     E, k = model.experts, model.top_k
     return ranks * (1 - math.comb(E - E // ranks, k) / math.comb(E, k))
 
@@ -507,8 +544,12 @@ def copies_per_token(model: Model, ranks: int) -> float:
 # ---- utilisation ----------------------------------------------------------------------------------------------------
 
 def flops_by_convention(settings: Config) -> dict[str, float]:
-    """FLOPs per token, forward and backward, as each kind of utilisation counts them. mfu: masked scores, too (in a
-    layer with a window as many as visible ones). mfu_causal: visible ones only. hfu: mfu plus what is recomputed."""
+    """FLOPs per token, forward and backward, as each kind of utilisation counts them.
+
+    mfu: counts masked scores, too (in a layer with a window, as many masked scores as visible ones)
+    mfu_causal: counts only visible scores
+    hfu: mfu plus the FLOPs that are recomputed
+    """
     model, precision, seq = settings.model, settings.precision, settings.batch.seq_len
     options = LayerOptions(attention=precision.attention)
     recomputed = sum(recomputed_flops(llama_layer(model, seq, options, layer), precision.recompute)

@@ -1,12 +1,21 @@
-"""The memory of a rank by formula: model state, saved activations, and the moment of a step that needs most.
+"""The memory of a rank by formula: model state, saved activations, and the peak of a step.
 
-Model state of P parameters at ZeRO level 0, in bytes: weights w P, gradients a P, master weights a P (none if w = a)
-and AdamW's moments m P, with w = 2, a = 4, m = 8 in bf16: 18 bytes per parameter. zero.py says what each level shards.
+Model state of P parameters at ZeRO level 0, in bytes:
 
-Tests compare these formulas with dry runs (run/dryrun.py), which count the tensors of the code that trains. The peak is
-where a backward begins, with all activations saved: in the head, whose gradient of the logits is in the accumulation
-dtype, or in the last block, whose matrix gradients exist in the weights' dtype before they are added to the main
-gradients (unless a kernel adds to fp32). At ZeRO levels 2 and 3 few buckets have unsharded gradients at that moment.
+    weights           w P   w = 2 in bf16
+    main gradients    a P   a = 4
+    master weights    a P   none if w = a
+    AdamW's moments   m P   m = 8
+
+In bf16 that is 18 bytes per parameter. zero.py says which of these each level shards.
+
+The peak lies where a backward begins, when all activations are saved. It is in one of two places:
+- the head, where the gradient of the logits has the accumulation dtype;
+- the last block, where the gradients of matrices exist in the weights' dtype before they are added to the main
+  gradients (unless a kernel adds to fp32).
+At ZeRO levels 2 and 3 only a few buckets have unsharded gradients at that moment.
+
+The tests compare these formulas with dry runs (run/dryrun.py), which count the tensors of the code that trains.
 
 Shapes: T tokens of a micro-batch on a rank, H hidden, F ffn, V vocabulary, t tensor parallel ranks.
 """
@@ -43,11 +52,14 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
                      in_flight: int = 1, has_head: bool = True) -> int:
     """Bytes that forwards save on a rank for their backwards, if all experts get equally many tokens.
 
-    element: bytes per element of an activation. stages: the layers of each pipeline stage on this rank; None: all
-    layers, in one stage. in_flight: the most (stage, micro-batch) activations at once. has_head: whether it has the
-    last stage. This is what plain torch saves. Triton's kernels on GPUs save less: no statistics of norms, and dx and
-    dW of the head instead of logits. Left out: masks of documents and windows, small tensors per sequence, and what is
-    offloaded.
+    element: bytes per element of an activation
+    stages: the layers of each pipeline stage on this rank; None: all layers, in one stage
+    in_flight: the largest number of (stage, micro-batch) pairs whose activations are saved at once
+    has_head: whether the rank has the last stage
+
+    These are the tensors that plain torch saves. The Triton kernels save less on GPUs: no statistics of norms, and dx
+    and dW of the head instead of its logits. Left out are masks of documents and windows, small tensors per sequence,
+    and offloaded tensors.
     """
     model, grid, batch, precision = settings.model, settings.grid, settings.batch, settings.precision
     tp, sp, acc, recompute = grid.tp, grid.sequence_parallel, acc_bytes(element), precision.recompute
@@ -68,10 +80,10 @@ def activation_bytes(settings: Config, element: int, stages: Collection[Iterable
     stages = stages or [range(model.blocks)]
     kinds, saved = layer_kinds(settings), by_kind(settings, bytes_per_token)
     per_token = in_flight * max(sum(saved[kinds[layer]] for layer in layers) for layers in stages)
-    if precision.offloads("activations"):  # of the blocks' inputs, two are on the GPU
+    if precision.offloads("activations"):  # two of the blocks' inputs are on the GPU
         per_token -= max(0, in_flight * max(map(len, stages)) - 2) * model.hidden * element / tp
     if has_head:
-        losses = min(in_flight, losses_in_memory(*plan_needed(settings)))  # of these logits are saved
+        losses = min(in_flight, losses_in_memory(*plan_needed(settings)))  # micro-batches whose logits are saved
         norm = model.hidden * element * (1 if recompute == "selective" else 2) + acc
         logits = -(-model.vocab // tp) * element + 3 * acc
         indices = 2 * 9  # per token: its index in the table and its label's in the vocabulary, each with a mask
@@ -95,25 +107,25 @@ def layer_options(settings: Config, element: int, by_blocks: bool = False) -> La
 # ---- the peak of a step ---------------------------------------------------------------------------------------------
 
 class Moment(NamedTuple):
-    """What a rank has at one moment of a step besides its shards and the saved activations."""
-    gradients: int  # at ZeRO levels 2 and 3: elements unsharded or being reduced, in the accumulation dtype
-    weights: int  # at level 3: elements unsharded
+    """The memory of a rank at one moment of a step, besides its shards and the saved activations."""
+    gradients: int  # elements unsharded or being reduced, in the accumulation dtype, at ZeRO levels 2 and 3
+    weights: int  # elements unsharded, at level 3
     temporaries: float  # bytes
     freed: float = 0.0  # bytes of saved activations that have been freed by then
 
 
 class Backward(NamedTuple):
-    """A backward of a rank's plan, as far as the memory depends on its place in the plan."""
+    """A backward of a rank's plan, with the facts about its place in the plan that change the memory."""
     op: str  # B, I or W
     stage: int
-    before: int | None  # the stage whose gradients were complete last, and may still be summed over the data axis
-    passes: int  # how many micro-batches' gradients of that stage are complete; 2: two or more
-    held: int  # micro-batches whose activations the rank has when it begins, in those of one stage
-    halves: int  # of these, how many have had their I and not their W
+    before: int | None  # the stage whose gradients were completed last; its reduction may still be in flight
+    passes: int  # how many micro-batches' gradients of that stage are complete; 2 means two or more
+    held: int  # how many (stage, micro-batch) activations the rank holds when this backward begins
+    halves: int  # how many of them have had their I and not yet their W
 
 
 def backwards_in_memory(actions: list[Action]) -> list[Backward]:
-    """The different backwards of a rank's plan; of those that differ in `held` alone, the one that holds most."""
+    """The distinct backwards of a rank's plan. If several differ only in `held`, the one that holds the most."""
     found: dict[Backward, Backward] = {}
     passes: dict[int | None, int] = {}
     before, held, halves = None, 0, 0
@@ -138,29 +150,28 @@ def owner(grid: Grid, stage: int) -> int:
 
 
 def stages_of_rank(settings: Config, rank: int, stages: list[range] | None = None) -> dict[int, range]:
-    """The pipeline stages of a rank, and their layers. stages: the layers of every stage, by default as train.py
-    divides them."""
+    """The pipeline stages of a rank -> their layers. stages: the layers of every stage, by default train.py's."""
     return {stage: layers for stage, layers in enumerate(stages or stages_of(settings))
             if owner(settings.grid, stage) == rank}
 
 
 @lru_cache(4096)
 def plans_in_memory(schedule: str, p: int, m: int, v: int) -> list[tuple[int, list[Backward]]]:
-    """For each rank: (the most (stage, micro-batch) activations that it has at once, its backwards)."""
+    """For each rank: (the largest number of (stage, micro-batch) activations that it holds, its backwards)."""
     plan = schedules.make_plan(schedule, p, m, v)
     return [(max(schedules.activations_held(actions)), backwards_in_memory(actions)) for actions in plan.ranks]
 
 
 @lru_cache(4096)
 def losses_in_memory(schedule: str, p: int, m: int, v: int) -> int:
-    """The most micro-batches whose loss a rank has computed, and not its gradient."""
+    """The largest number of micro-batches whose loss has been computed while its backward has not begun."""
     plan = schedules.make_plan(schedule, p, m, v)
     ops = [[action.op for action in actions if action.stage == plan.stages - 1] for actions in plan.ranks]
     return max(max(accumulate(dict(F=1, B=-1, I=-1, W=0)[op] for op in of_rank)) for of_rank in ops if of_rank)
 
 
 def plan_needed(settings: Config) -> tuple[str, int, int, int]:
-    """What make_plan is asked for: schedule, ranks, as many micro-batches as show the memory, chunks."""
+    """The arguments of make_plan: schedule, ranks, as many micro-batches as show the memory, chunks."""
     grid, batch = settings.grid, settings.batch
     m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp)
     return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.virtual_stages
@@ -172,7 +183,8 @@ def plan_in_memory(settings: Config, rank: int) -> tuple[int, list[Backward]]:
 
 
 def few_micro_batches(grid: Grid, m: int) -> int:
-    """So many show what m need, where the steady state of a schedule repeats with every p."""
+    """A number of micro-batches, at most m, that needs the same memory as m. The steady state of a schedule repeats
+    every p micro-batches."""
     p = grid.pp
     if m <= 5 * p:
         return m
@@ -185,13 +197,13 @@ def few_micro_batches(grid: Grid, m: int) -> int:
 
 
 def grows(schedule: str, p: int, m: int, v: int) -> bool:
-    """Whether ranks hold more activations if there are p more micro-batches, as where all forwards come first."""
+    """Whether ranks hold more activations if there are p more micro-batches, for example if all forwards come first."""
     held, held_of_more = ([most for most, _ in plans_in_memory(schedule, p, count, v)] for count in (m, m + p))
     return held != held_of_more
 
 
 def moment_bytes(settings: Config, element: int) -> int:
-    """Bytes per parameter of all moments; of Muon, those of matrices."""
+    """Bytes of all moments per parameter. With Muon: per parameter of a matrix."""
     each = 2 if settings.precision.moments_dtype == "bf16" else acc_bytes(element)
     return len(OPTIMIZERS[settings.optim.optimizer]) * each
 
@@ -200,7 +212,7 @@ def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], l
     """Bytes of the moments of a rank with these buckets and blocks."""
     n, each = shards_of(settings), moment_bytes(settings, element)
     nbytes = sum(each * sum(counts) // n[axis] for axis, counts in pad(settings, buckets).items())
-    if settings.optim.optimizer == "muon":  # what is no matrix has all of AdamW's moments
+    if settings.optim.optimizer == "muon":  # parameters outside of matrices have AdamW's moments
         others = sum(buckets["dp"]) - matrix_elements(settings, layers)["dp"]
         more = (len(OPTIMIZERS["adamw"]) - len(OPTIMIZERS["muon"])) * acc_bytes(element)
         nbytes += more * padded_elements(others, n["dp"]) // n["dp"]
@@ -208,9 +220,11 @@ def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], l
 
 
 def host_bytes(settings: Config, rank: int, element: int) -> int:
-    """Bytes that a pipeline rank with a GPU needs of the host's memory: with --offload optimizer of the optimizer state
-    and a copy of gradients and weights, each tensor rounded up to a power of two, as torch pins memory; and with
-    --checkpoint-dir of a copy of the state that is being saved."""
+    """Bytes of the host's memory that a pipeline rank with a GPU needs.
+
+    With --offload optimizer the host holds the optimizer state, and a copy of gradients and weights. Each tensor is
+    rounded up to a power of two bytes, because that is how torch pins memory. With --checkpoint-dir it also holds a
+    copy of the state that is being saved."""
     buckets = pad(settings, bucket_elements(settings, stages_of_rank(settings, rank), element))
     shards = [count // n for axis, n in shards_of(settings).items() for count in buckets[axis]]
     acc, saved, total = acc_bytes(element), acc_bytes(element) + moment_bytes(settings, element), 0
@@ -223,13 +237,16 @@ def host_bytes(settings: Config, rank: int, element: int) -> int:
 
 def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = False, activations: int | None = None,
                    stages: list[range] | None = None) -> dict[str, int]:
-    """Bytes of a pipeline rank by kind ("weights", "gradients", ...), at the peak of a step; of tp ranks of the one
-    with most rows of the vocabulary.
+    """Bytes of a pipeline rank by kind ("weights", "gradients", ...) at the peak of a step. Among tensor parallel ranks
+    this is the one with the most rows of the vocabulary.
 
-    element: bytes of a weight. fused: as on GPUs, where kernels compute the loss chunk by chunk and add matrix
-    gradients to fp32. activations: what its forwards save, by default what activation_bytes says. stages: see
-    stages_of_rank. Left out: activations and gradients that pipeline ranks are sending or have received; at ZeRO
-    levels 2 and 3 a tied table's gradient, and the gradients being reduced if experts alone are sharded. With split
+    element: bytes of a weight
+    fused: whether kernels compute the loss chunk by chunk and add matrix gradients to fp32, as they do on GPUs
+    activations: bytes that the rank's forwards save, by default those of activation_bytes
+    stages: see stages_of_rank
+
+    Left out are activations and gradients that pipeline ranks send or have received. At ZeRO levels 2 and 3 a tied
+    table's gradient is left out, and so are the gradients being reduced if only experts are sharded. With split
     backwards the sum of all kinds is up to 13% too large at level 3.
     """
     grid, acc = settings.grid, acc_bytes(element)
@@ -262,7 +279,7 @@ def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = Fals
 
 
 def shards_of(settings: Config, level: int | None = None) -> dict[str, int]:
-    """Data axis -> how many ranks shard its buckets, at this level of ZeRO or that of the settings."""
+    """Data axis -> how many ranks shard its buckets at a ZeRO level, by default the level of the settings."""
     grid = settings.grid
     level = grid.zero if level is None else level
     shards = grid.dp // grid.dp_replicate * grid.cp
@@ -275,8 +292,12 @@ def pad(settings: Config, buckets: dict[str, list[int]]) -> dict[str, list[int]]
 
 
 class Work:
-    """What the moments of a step have in common. T: see above. rows: of the vocabulary. block, block_of_weights: bytes
-    of a block's temporaries, in its backward and in the second half of a split one."""
+    """Quantities that the moments of a step share.
+
+    T: tokens of a micro-batch on a rank
+    rows: rows of the vocabulary on a rank
+    block, block_of_weights: bytes of a block's temporaries in its backward, and in the second half of a split backward
+    """
 
     def __init__(self, settings: Config, element: int, fused: bool):
         self.settings, self.element, self.fused = settings, element, fused
@@ -295,7 +316,7 @@ class Work:
 
 def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: list[Backward], activations: int,
                          in_flight: int) -> list[Moment]:
-    """Candidates for the peak in each backward: its loss, its head's matrix, its last block; and its end."""
+    """Candidates for the peak in each backward: in its loss, its head's matrix, its last block, and at its end."""
     settings, rounded, T, rows = work.settings, work.rounded, work.T, work.rows
     acc, sent, shards = acc_bytes(work.element), work.sent, shards_of(settings)
     whole = settings  # with Muon vectors are apart, but small
@@ -345,7 +366,7 @@ def moments_of_backwards(work: Work, stages: Mapping[int, range], backwards: lis
 
 
 def recomputed_bytes(settings: Config, element: int, stages: Mapping[int, range]) -> int:
-    """Bytes of a micro-batch's recomputed activations, which the second half of a split backward still needs."""
+    """Bytes of the recomputed activations of a micro-batch. The second half of a split backward still needs them."""
     all_saved, some = (activation_bytes(which, element, stages.values(), has_head=False)
                        for which in (without_recomputation(settings), settings))
     return all_saved - some
@@ -356,9 +377,10 @@ def without_recomputation(settings: Config) -> Config:
 
 
 def moments_of_reduction(work: Work, padded: dict[str, list[int]], activations: int, has_head: bool) -> list[Moment]:
-    """Candidates for the peak while copies of gradients, in the dtype that is sent, are reduced. ZeRO levels 2 and 3
-    make one copy beside an unsharded gradient. Levels 0 and 1 have all copies until the backward ends, and level 1 the
-    shards that receive the sums, too; with replicas they have the shards and one copy."""
+    """Candidates for the peak while gradients are reduced as copies in the dtype that is sent.
+
+    ZeRO levels 2 and 3 make one copy beside an unsharded gradient. Levels 0 and 1 keep all copies until the backward
+    ends, and level 1 also the shards that receive the sums. With replicas they keep the shards and one copy."""
     grid, units, sent = work.settings.grid, padded["dp"], work.sent
     shards = grid.dp // grid.dp_replicate * grid.cp
     if grid.zero >= 2:
@@ -376,9 +398,11 @@ def moments_of_reduction(work: Work, padded: dict[str, list[int]], activations: 
 
 
 def moment_of_matrices(settings: Config, element: int, layers: Iterable[int], activations: int) -> Moment:
-    """Of --optimizer muon, whose updates come after the activations have gone. While owners send them, a rank has the
-    matrices that it owns, and three times the elements of its shards: what it sends, and what it receives and had sent
-    before. While it orthogonalises, all factors of matrices of up to 2**24 elements in all."""
+    """The peak of --optimizer muon, whose updates begin after all activations have been freed.
+
+    While owners send updated matrices, a rank holds the matrices that it owns and three tensors as large as its shards:
+    the one that it sends, the one that it receives, and the one that it had sent before. While it orthogonalises, it
+    holds the factors of matrices with up to 2**24 elements in total."""
     total = matrix_elements(settings, layers)
     held, owned = (sum(count // shards[axis] for axis, count in total.items())
                    for shards in (shards_of(settings), shards_of(settings, level=1)))
@@ -386,9 +410,11 @@ def moment_of_matrices(settings: Config, element: int, layers: Iterable[int], ac
 
 
 def block_temporaries(settings: Config, element: int, rounded: int, T: int, layer: int) -> float:
-    """Bytes of a block's temporaries in the middle of its feed-forward's backward, less the saved activations freed by
-    then: the gradients of gate, up and input, the input gathered once more, and the gradient of the matrix before it is
-    added to the main gradient. With recomputation, the recomputed activations are added."""
+    """Bytes of a block's temporaries in the middle of its feed-forward's backward, less the saved activations that have
+    been freed by then.
+
+    The temporaries are the gradients of gate, up and input, the input, which is gathered once more, and the gradient of
+    the matrix before it is added to the main gradient. With recomputation, the recomputed activations are added."""
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
     H, t, sp = model.hidden, grid.tp, grid.sequence_parallel and grid.tp > 1
     if model.has_experts(layer):

@@ -3,11 +3,16 @@
     python -m plan search --preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq-len 8192     the best grids
     torchrun --nproc_per_node=8 train.py --grid auto --tp 2                  the best one with --tp 2, for this machine
 
-The search has the three steps of the Ultra-Scale Playbook: of all combinations of grid, micro-batch, schedule,
-recomputation and ZeRO level, keep those that fit in memory and reach the global batch, and take the fastest. Whether a
-run fits is a probability, so the rank is the step time divided by it: what fits with probability 0.8 has to be 1.25
-times as fast as what surely fits. All are ranked by a lower bound of the time (step_time.bound_seconds), the best are
-then simulated. Settings given by flags stay fixed.
+The search takes the three steps of the Ultra-Scale Playbook:
+
+1. List all combinations of grid, micro-batch, schedule, recomputation and ZeRO level.
+2. Keep the combinations that fit in memory and reach the global batch.
+3. Take the fastest.
+
+A prediction of memory has an error, so a run fits with some probability. Candidates are ranked by step time divided by
+this probability: a candidate that fits with probability 0.8 must be 1.25 times as fast as one that surely fits. All
+candidates are first ranked by a lower bound of the time (step_time.bound_seconds). The best are then simulated.
+Settings given by flags stay fixed.
 """
 from __future__ import annotations
 
@@ -25,24 +30,24 @@ from plan.machines import MACHINES, Level, Machine, card_of
 from plan.step_time import Run, stage_parts
 from schedules import SCHEDULES
 
-SURE = 0.99  # what fits with this probability is not tried with more recomputation, which would only be slower
+SURE = 0.99  # a run that fits with this probability is not tried with more recomputation, which would only be slower
 CHOSEN = "dp", "cp", "tp", "pp", "ep", "zero", "micro_batch", "schedule", "recompute"  # by search, unless flags do
 
 
 class Candidate(NamedTuple):
-    """Settings that fit, with predictions per rank."""
+    """Settings that may fit, and their predictions."""
     run: Run
-    seconds: float  # per step: simulated, or else a lower bound
-    parts: dict[str, float]  # name -> its seconds of these
-    memory: float  # bytes
-    fits: float  # the probability that it does
+    seconds: float  # per step, simulated or a lower bound
+    parts: dict[str, float]  # part of a step -> its seconds
+    memory: float  # bytes of the fullest rank
+    fits: float  # the probability that the run fits in memory
 
     @property
     def rank(self) -> float:
         return self.seconds / self.fits
 
     def limit(self) -> str:
-        """The name and share of what takes most time besides matrix products."""
+        """The name and share of the part that takes the most time, other than matrix products."""
         name, seconds = max(((name, seconds) for name, seconds in self.parts.items() if name != "matmul"),
                             key=lambda item: item[1])
         return f"{name} {seconds / self.seconds:.0%}"
@@ -65,12 +70,13 @@ def grids(settings: Config, gpus: int, given: Mapping[str, Any]) -> Iterator[dic
 
 
 def choices(given: Mapping[str, Any], name: str, values: Sequence) -> Sequence:
-    """The values to try for a setting: the given one alone, else all of `values`."""
+    """The values to try for a setting: only the given one if there is one, else all of `values`."""
     return [given[name]] if name in given else values
 
 
 def variants(run: Run, axes: dict[str, int], given: Mapping[str, Any], rejected: Counter) -> Iterator[Run]:
-    """Yield a grid with every valid micro-batch, schedule and recomputation. rejected: counts the reasons of others."""
+    """Yield the grid with every valid micro-batch, schedule and recomputation. Count in `rejected` why others are not
+    valid."""
     base = run.settings
     model, pp = base.model, axes["pp"]
     try:
@@ -115,8 +121,11 @@ def kind_of(error: ValueError) -> str:
 
 def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
            simulated: int = 40) -> tuple[list[Candidate], Counter]:
-    """(candidates that fit, the best first; reason -> number of rejected settings). given: values of settings in CHOSEN
-    that stay fixed. simulated: how many of the best are simulated, not only bounded."""
+    """(candidates that fit, the best first; reason -> number of rejected settings).
+
+    given: settings of CHOSEN that stay fixed, by name
+    simulated: how many of the best candidates are simulated
+    """
     rejected, found, given = Counter(), [], given or {}
     usable = run.machine.memory_bytes * run.constants.usable
     for axes in grids(run.settings, gpus, given):
@@ -175,7 +184,7 @@ def any_fits(run: Run, gpus: int, given: Mapping[str, Any]) -> bool:
 
 
 def nearest(run: Run, gpus: int, given: Mapping[str, Any] | None = None) -> str:
-    """Advice on what would fit: how many GPUs for this model, and the largest preset for this many GPUs."""
+    """Advice: how many GPUs this model needs, and which is the largest preset that fits on this many GPUs."""
     given, advice = given or {}, []
     for more in (2 * gpus, 4 * gpus, 8 * gpus, 16 * gpus, 64 * gpus, 256 * gpus):
         if any_fits(run, more, {name: value for name, value in given.items() if name != "dp"}):
@@ -202,14 +211,15 @@ def why_none_fits(run: Run, gpus: int, given: Mapping[str, Any], rejected: Count
 # ---- train.py --grid auto -------------------------------------------------------------------------------------------
 
 def given_by_flags(arguments: list[str], names: Sequence[str] = CHOSEN) -> dict[str, Any]:
-    """Those of these settings that command line arguments give: name -> value."""
+    """Name -> value of the settings in `names` that the command line gives."""
     return {name: value for name, value in config.read(arguments).items()
             if name in names and (name, value) not in (("dp", -1), ("micro_batch", 0))}
 
 
 def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, str]:
-    """(the settings with the best grid that fits, why it was chosen). Raises ValueError if none fits. Of a resumed
-    run's grid nothing is kept, unless a flag gives it."""
+    """(the settings with the best grid that fits, why it was chosen). Raises ValueError if none fits.
+
+    A resumed run's grid is not kept, unless flags give it."""
     rest = dict(schedule="1f1b", dp_replicate=1, virtual_stages=0)
     given = given_by_flags(settings.arguments, (*CHOSEN, *rest))
     rest |= {name: given[name] for name in rest.keys() & given.keys()}
@@ -230,11 +240,13 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
 
 
 def this_machine(ranks: int, device_name: str | None = None, memory_bytes: float = 0.0) -> Machine:
-    """The Machine that this process runs on, with so many ranks. device_name, memory_bytes: of one of its GPUs; without
-    a name the ranks are on CPUs and share memory_bytes, by default all that the host has.
+    """The Machine that this process runs on, with `ranks` ranks.
 
-    Raises ValueError for a GPU that is not in machines.CARDS. A core is assumed to do 30 GFLOP/s in fp32 and to read 5
-    GB/s, gloo to send 0.5 GB/s per core: low for any server, but the choice depends on the ratios only.
+    device_name, memory_bytes: the name and memory of one of its GPUs. Without a name the ranks are on CPUs and share
+        memory_bytes, by default all memory of the host.
+
+    Raises ValueError for a GPU that is not in machines.CARDS. A CPU core is assumed to compute 30 GFLOP/s in fp32, to
+    read 5 GB/s and to send 0.5 GB/s through gloo. These are low for any server, but the choice depends only on ratios.
     """
     if device_name is not None:
         need(card_of(device_name), f"--grid auto: {device_name} is an unknown GPU: ask python -m plan search --gpus N "

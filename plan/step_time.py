@@ -1,24 +1,28 @@
-"""How long a step takes on a machine, and what memory it needs, before anything runs.
+"""A prediction of the time and memory of a step on a machine, before anything runs.
 
-A step is, on each rank,
+The time of a step on a rank is the sum of:
 
-    the pipeline       every action of the schedule's plan (schedules.py), with its stage's times
-    communication      of the data axis, as far as it is not hidden under a backward; all other axes' is in the stages
-    a tied table       its gradient is summed over the first and the last stage
-    the optimizer      reads and writes 40 bytes per parameter, 16 of them AdamW's moments in fp32; with --offload 22 on
-                       the GPU and 34 on the host, see zero.py
+    pipeline           all actions of the schedule's plan (schedules.py), each with the time of its stage
+    data axis          its communication that no backward hides; that of the other axes is part of the stages
+    tied embedding     its gradient is summed over the first and the last stage
+    optimizer          40 bytes per parameter are read and written, 16 of them for AdamW's moments in fp32; with
+                       --offload 22 on the GPU and 34 on the host (see zero.py)
 
-A stage's forward of a layer takes the time of its matmuls and attention at the speed that kernels reach, plus that of
-reading and writing its activations, plus its exposed communication; a layer that is smaller than its kernels' launches
-takes as long as those. FLOPs, bytes and shapes are those of plan/costs.py, collectives those of plan/machines.py.
-Memory is that of plan/memory.py, for the pipeline rank that needs most.
+The forward of a layer takes the time of its matmuls and its attention, at the speed that kernels reach. To this
+are added the time to read and write its activations, and its exposed communication. If all that is shorter than
+the launches of the layer's kernels, the layer takes the time of the launches. FLOPs, bytes and shapes come from
+plan/costs.py, times of collectives from plan/machines.py, and the memory of the fullest pipeline rank from
+plan/memory.py.
 
-Two arguments say what a formula cannot know. A `Code` is the behaviour of the code that runs: what it overlaps, how it
-divides layers, what it saves. `OURS` is this project. `Constants` are speeds. They were fitted on published runs of
-other codes, because no run of this code on a GPU has been published; tests/published does that, and knows those codes.
+Two arguments supply facts that are not in the settings. A `Code` describes the code that runs: which communication it
+overlaps, how it divides layers into stages, which tensors it saves. `OURS` is this project. `Constants` are speeds.
+They were fitted to published runs of other codes by tests/published, which describes those codes, because no run of
+this code on a GPU has been published.
 
-Letters: T tokens of a micro-batch on a rank, H hidden, V vocabulary, t tensor parallel ranks, A micro-batches of a
-rank, P parameters of a rank, n ranks of the data axis.
+    T  tokens of a micro-batch on a rank       A  micro-batches of a rank
+    H  hidden                                  P  parameters of a rank
+    V  vocabulary                              n  ranks of the data axis
+    t  tensor parallel ranks
 """
 from __future__ import annotations
 
@@ -43,13 +47,14 @@ HELD_OUT = Path(__file__).parent / "held_out.json"
 # ---- the code that runs, and its constants --------------------------------------------------------------------------
 
 class Code:
-    """The behaviour of the code that runs, as far as it changes time or memory. This class is the behaviour of this
-    project; a subclass describes another code.
+    """The behaviour of the code that runs, where it changes time or memory. This class describes this project; a
+    subclass describes another code.
 
-    attention_fraction: what attention reaches of the peak, forward and backward together, on Ampere and on later GPUs:
-    FlashAttention 2, which is slower than cuDNN's attention on Hopper (Dao 2023, figures 4 to 7).
-    overlaps: whether the data axis communicates under a backward. A code that does not overlap all-reduces gradients at
-    level 1 of ZeRO, too, and sums a tied table's gradient before it shards it.
+    attention_fraction: the share of peak FLOP/s that attention reaches, forward and backward together, on Ampere and on
+        later GPUs. The values are those of FlashAttention 2, which is slower than cuDNN's attention on Hopper (Dao
+        2023, figures 4 to 7).
+    overlaps: whether the data axis communicates under a backward. A code that does not overlap also all-reduces
+        gradients at ZeRO level 1, and sums a tied embedding's gradient before it shards it.
     """
     attention_fraction = 0.60, 0.33
     overlaps = True
@@ -59,7 +64,7 @@ class Code:
         return costs.stages_of(settings)
 
     def attention(self, run: Run, scores: float) -> Seconds:
-        """scores: FLOPs of the visible scores of a rank, forward."""
+        """Seconds of attention. scores: FLOPs of a rank's visible scores in forward."""
         ampere, later = self.attention_fraction
         seconds = scores / (run.machine.peak() * (ampere if run.machine.peak() < 5e14 else later))
         return Seconds(seconds, 2.5 * seconds)
@@ -69,15 +74,19 @@ class Code:
         return run.constants.passes
 
     def exchanges(self, run: Run, one: float, count: int, columns: list[float]) -> Seconds:
-        """What `count` tensor parallel exchanges in forward and as many in backward take beside the matmuls. one: of an
-        exchange. columns: seconds of the weight gradient of each column parallel layer, which hides an exchange."""
+        """Exposed seconds of `count` tensor parallel exchanges in forward, and as many in backward.
+
+        one: seconds of one exchange
+        columns: seconds of the weight gradient of each column parallel layer; each of these hides an exchange"""
         return Seconds(count * one, count * one - sum(min(one, seconds) for seconds in columns))
 
     def host_seconds(self, run: Run, layer: int) -> float:
-        """What the host takes to launch a layer's operations, forward and backward; the GPU waits where that is longer
-        than its own work. Counted with torch 2.11 on one core where launches did nothing (each takes some us more), of
-        a version whose kernels took about 10 us more per call (docs/NOTES.md). What was counted for one technique is
-        added to what was counted for another."""
+        """Seconds that the host takes to launch a layer's operations, forward and backward. The GPU waits if this is
+        longer than its own work.
+
+        The seconds were measured with torch 2.11 on one core, with launches that did nothing (a real launch takes some
+        us more), and with a version whose kernels took about 10 us more per call (docs/NOTES.md). The seconds of
+        several techniques are added."""
         settings, grid = run.settings, run.settings.grid
         seconds = 2.1e-3 + 0.9e-3 * (grid.zero == 3) + 2.9e-3 * settings.model.has_experts(layer)
         seconds += 5.0e-3 if grid.sp == "async" else 1.1e-3 * (grid.tp > 1)
@@ -98,7 +107,7 @@ OURS = Code()
 
 
 class Constants(NamedTuple):
-    """Speeds and margins. Those of time were fitted by `python -m tests.published fit`, those of memory by hand."""
+    """Speeds, fitted by `python -m tests.published fit`, and three margins of memory, fitted by hand."""
     ampere: float = 0.835  # speed of a model's matmuls, relative to the machine's best one, by generation of GPUs
     hopper: float = 0.799
     blackwell: float = 0.942
@@ -107,8 +116,8 @@ class Constants(NamedTuple):
     hidden: float = 0.626  # of the data axis' communication under computation, at levels 2 and 3 of ZeRO
     exchange_s: float = 6.9e-5  # per tensor parallel exchange, besides latency: streams wait for each other
     fixed_s: float = 33.5e-3  # per step
-    node: float = 0.853  # bandwidth of a node, relative to what is measured for one large collective
-    network: float = 0.739  # the same of the network
+    node: float = 0.853  # bandwidth inside a node, relative to one large collective
+    network: float = 0.739  # bandwidth of the network, relative to one large collective
     latency: float = 1.55  # relative to the machine's
     reserved: float = 0.3e9  # bytes that the allocator and libraries hold besides
     usable: float = 0.95  # of a GPU's memory
@@ -121,7 +130,7 @@ CONSTANTS = Constants()
 # ---- the time of a stage --------------------------------------------------------------------------------------------
 
 class Seconds(NamedTuple):
-    """Of one micro-batch: forward, and the two halves of backward."""
+    """Seconds of one micro-batch: forward, and the halves of backward (input gradients, weight gradients)."""
     forward: float = 0.0
     input: float = 0.0
     weight: float = 0.0
@@ -134,7 +143,7 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-Parts = dict[str, Seconds]  # what time is spent on -> how much
+Parts = dict[str, Seconds]  # "matmul", "attention", ... -> the seconds spent on it
 
 
 def add_parts(into: Parts, parts: Parts, times: float = 1.0) -> None:
@@ -143,7 +152,7 @@ def add_parts(into: Parts, parts: Parts, times: float = 1.0) -> None:
 
 
 class Run(NamedTuple):
-    """What is to be timed. All experts get equally many tokens."""
+    """A run to predict. All experts are assumed to get equally many tokens."""
     settings: Config
     machine: Machine
     code: Code = OURS
@@ -151,7 +160,7 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on a context parallel rank."""
+        """Tokens of a micro-batch on a context parallel rank."""
         batch, grid = self.settings.batch, self.settings.grid
         return batch.micro_batch * padded_length(batch.seq_len, grid.cp, grid.sequence_shards) // grid.cp
 
@@ -162,7 +171,7 @@ class Run(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether this project's kernels run, which need fewer temporaries than plain torch."""
+        """Whether this project's kernels run. They need fewer temporaries than plain torch."""
         return self.settings.precision.kernels == "auto" and self.machine.name != "cpu"
 
     @property
@@ -170,7 +179,7 @@ class Run(NamedTuple):
         return self.settings.grid.pp * self.settings.grid.virtual_stages - 1
 
     def stages_of_rank(self, rank: int) -> dict[int, range]:
-        """The pipeline stages of a rank, and their layers."""
+        """The pipeline stages of a rank -> their layers."""
         return memory.stages_of_rank(self.settings, rank, self.code.stages(self.settings))
 
     def matmul(self, flops: float, fp8: bool = False) -> float:
@@ -184,7 +193,7 @@ class Run(NamedTuple):
 
     def collective(self, nbytes: float, n: int, stride: int = 1, collective: str = "all_gather",
                    calls: float = 1) -> float:
-        """With the constants: see collective_seconds."""
+        """collective_seconds of plan/machines.py, with the bandwidths and latencies of the constants."""
         constants = self.constants
         levels = tuple(level._replace(
             latency_s=level.latency_s * constants.latency,
@@ -194,8 +203,8 @@ class Run(NamedTuple):
 
 
 def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Parts:
-    """All-gathers and reduce-scatters of a micro-batch's activations [T, H], so many in forward and as many in
-    backward, less what is under matmuls. columns: see Code.exchanges."""
+    """Exposed seconds of the all-gathers and reduce-scatters of activations [T, H]: `exchanges` in forward, and as many
+    in backward. columns: see Code.exchanges."""
     grid = run.settings.grid
     if grid.tp == 1 or grid.sp == "async":
         return {}
@@ -205,7 +214,7 @@ def tensor_parallel_part(run: Run, exchanges: int, columns: list[float]) -> Part
 
 
 def layer_parts(run: Run, layer: int) -> Parts:
-    """What a block takes on a rank, for one micro-batch."""
+    """Seconds of a block on a rank, for one micro-batch."""
     settings, T = run.settings, run.tokens
     model, grid, recompute = settings.model, settings.grid, settings.precision.recompute
     fp8 = layer in settings.fp8_layers()
@@ -246,8 +255,9 @@ def layer_parts(run: Run, layer: int) -> Parts:
 
 
 def context_parallel_part(run: Run, attention: Seconds) -> Parts:
-    """Keys and values [T, 2 kv/t] of the ranks that exchange these: gathered in forward and backward, gradients
-    reduce-scattered; in a ring as much is sent, under attention. Those that exchange heads send q, k, v and results."""
+    """Seconds of exchanging keys and values [T, 2 kv/t]. They are gathered in forward and in backward, and their
+    gradients are reduce-scattered. A ring sends as many bytes, but attention hides them. Ranks that exchange heads send
+    queries, keys, values and results."""
     model, grid = run.settings.model, run.settings.grid
     if grid.cp == 1:
         return {}
@@ -284,7 +294,7 @@ def head_parts(run: Run) -> Parts:
 
 
 def stage_parts(run: Run) -> list[Parts]:
-    """What every stage takes for one micro-batch."""
+    """Seconds of each stage for one micro-batch, by part."""
     settings = run.settings
     kinds, of_kind = costs.layer_kinds(settings), costs.by_kind(settings, lambda layer: layer_parts(run, layer))
     stages, made = [], {}  # made: stages with the same layers share one table
@@ -302,7 +312,7 @@ def stage_parts(run: Run) -> list[Parts]:
 
 
 def stage_seconds(stages: list[Parts]) -> list[Seconds]:
-    """What every stage takes for one micro-batch, all parts together."""
+    """Seconds of each stage for one micro-batch, over all parts."""
     sums: dict[int, Seconds] = {}
     for parts in stages:
         if id(parts) not in sums:
@@ -319,7 +329,7 @@ def plan_and_turns(schedule: str, p: int, m: int, v: int) -> tuple[schedules.Pla
 
 
 def busy_seconds(run: Run, stages: list[Seconds]) -> list[float]:
-    """What each pipeline rank computes in a step."""
+    """Seconds that each pipeline rank computes in a step."""
     busy = [0.0] * run.settings.grid.pp
     for stage, seconds in enumerate(stages):
         busy[memory.owner(run.settings.grid, stage)] += run.micro_batches * seconds.total
@@ -327,8 +337,10 @@ def busy_seconds(run: Run, stages: list[Seconds]) -> list[float]:
 
 
 def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float]]:
-    """(seconds of all micro-batches, seconds that each rank is busy). The steady state of a schedule repeats, so of
-    many micro-batches 4 p are simulated; what p more of them take is what they add to 3 p."""
+    """(seconds of all micro-batches, seconds that each rank is busy).
+
+    The steady state of a schedule repeats every p micro-batches. So 4 p of them are simulated, and each further p are
+    assumed to take as long as the last p of these."""
     grid, m = run.settings.grid, run.micro_batches
     p, hop, busy = grid.pp, hop_seconds(run), busy_seconds(run, stages)
     if p == 1:
@@ -347,7 +359,7 @@ def pipeline_seconds(run: Run, stages: list[Seconds]) -> tuple[float, list[float
 
 
 def hop_seconds(run: Run) -> float:
-    """Of sending a micro-batch's activations to the next stage, over the network unless all stages are in one node."""
+    """Seconds to send a micro-batch's activations to the next stage; by network unless one node has all stages."""
     grid = run.settings.grid
     nbytes = 2 * run.tokens * run.settings.model.hidden / (grid.sequence_shards)
     return run.collective(nbytes, 2, -(-grid.dp * grid.cp * grid.tp * grid.pp // 2))
@@ -356,20 +368,26 @@ def hop_seconds(run: Run) -> float:
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
 class Step(NamedTuple):
-    """Seconds of a step. parts: what the busiest rank spends them on, communication only where nothing hides it."""
+    """Seconds of a step. parts: the seconds of the busiest rank by part, of which communication is only the exposed
+    part."""
     seconds: float
     parts: dict[str, float]
 
 
 def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: int, one: Seconds,
                           busy: float) -> float:
-    """What the data axis adds to a step. elements: of a rank's buckets. layers: of the rank. one: seconds of a
-    micro-batch; busy: of all of them. What is sent is hidden as far as there is time: at level 0 under the last
-    backward, at level 1 under a forward, too; at levels 2 and 3 the part `hidden` of it, under all micro-batches.
+    """Exposed seconds of the data axis in a step.
 
-    Elements sent per rank with A micro-batches: 2 P, 2 P, (A+1) P and 3 A P at levels 0 to 3 of ZeRO, times (n-1)/n;
-    gradients in fp32 or as --reduce-dtype says, weights in 16 bits. With R replicas n ranks shard, and the gradients of
-    a shard are all-reduced over R.
+    elements: elements of the rank's buckets by data axis
+    layers: number of layers of the rank
+    one, busy: seconds of one micro-batch, and of all of them
+
+    A rank sends 2 P, 2 P, (A+1) P and 3 A P elements at ZeRO levels 0 to 3, times (n-1)/n. Gradients are in fp32 or in
+    --reduce-dtype, weights in 16 bits. With R replicas, n ranks shard, and the gradients of a shard are all-reduced
+    over R.
+
+    At level 0 the last backward hides this communication, as far as its time reaches; at level 1 a forward does, too.
+    At levels 2 and 3 the micro-batches hide the share `hidden` of it.
     """
     grid, A = run.settings.grid, run.micro_batches
     gradient, weight = costs.reduced_bytes(run.settings, 2), 2
@@ -393,8 +411,8 @@ def data_parallel_seconds(run: Run, elements: Mapping[str, list[int]], layers: i
 
 
 def tied_seconds(run: Run) -> float:
-    """Of the sum of a tied table's gradients over the first and the last pipeline rank, after all backwards. Here it is
-    a sum of shards; code that does not overlap makes it before it shards."""
+    """Seconds to sum a tied embedding's gradient over the first and the last pipeline rank, after all backwards. This
+    project sums shards. Code that does not overlap sums before it shards."""
     model, grid = run.settings.model, run.settings.grid
     if not (model.tied or model.mtp) or grid.pp == 1 or grid.v_shaped:  # a V's first rank has both stages
         return 0.0
@@ -404,16 +422,18 @@ def tied_seconds(run: Run) -> float:
 
 
 def bound_seconds(run: Run, sums: list[Seconds]) -> tuple[float, list[float]]:
-    """As pipeline_seconds, without simulating: the busiest rank, and the first micro-batch through the other ranks, in
-    1 / chunks of the time if there are several model chunks."""
+    """A lower bound of pipeline_seconds, without a simulation: the time of the busiest rank, plus the time of the first
+    micro-batch on the other ranks, divided by the number of model chunks."""
     grid, busy = run.settings.grid, busy_seconds(run, sums)
     hops = 2 * (grid.pp - 1) * hop_seconds(run) if grid.pp > 1 else 0.0
     return max(busy) + (sum(busy) - max(busy)) / run.micro_batches / grid.virtual_stages + hops, busy
 
 
 def update_seconds(run: Run, buckets: list[float]) -> float:
-    """Of the optimizer's update of so many parameters per bucket. If the host has its state, gradients are copied there
-    while it updates those that have arrived, and weights are copied back at the same time (core/collectives.py)."""
+    """Seconds of the optimizer's update. buckets: parameters of each bucket.
+
+    If the state is on the host, three things overlap (core/collectives.py): gradients are copied to the host, buckets
+    that have arrived are updated there, and updated weights are copied back."""
     moments, machine = 2 * memory.moment_bytes(run.settings, 2), run.machine
     if not run.settings.precision.offloads("optimizer"):
         return run.memory((24 + moments) * sum(buckets))
@@ -426,8 +446,8 @@ def update_seconds(run: Run, buckets: list[float]) -> float:
 
 
 def muon_seconds(run: Run, stages: Mapping[int, range]) -> float:
-    """Of --optimizer muon: its matmuls, divided evenly over the owners, and its two all-to-alls, in 16 bits, whose rows
-    hardly stay where they are."""
+    """Further seconds of --optimizer muon: its matmuls, divided evenly over the owners, and its two all-to-alls in 16
+    bits, which send nearly every row to another rank."""
     grid, model, layers = run.settings.grid, run.settings.model, list(chain(*stages.values()))
     if run.settings.optim.optimizer != "muon":
         return 0.0
@@ -440,8 +460,11 @@ def muon_seconds(run: Run, stages: Mapping[int, range]) -> float:
 
 
 def step_seconds(run: Run, stages: list[Parts] | None = None, simulated: bool = True) -> Step:
-    """The time of a step and what it is made of. stages: those of stage_parts, if they are known. Not simulated: the
-    pipeline takes what bound_seconds says."""
+    """The time of a step, and its parts.
+
+    stages: the result of stage_parts, if it is known
+    simulated: simulate the pipeline; otherwise use bound_seconds
+    """
     grid = run.settings.grid
     stages = stages or stage_parts(run)
     sums = stage_seconds(stages)
@@ -485,19 +508,20 @@ def memory_of_rank(run: Run, rank: int, own: int | None = None) -> dict[str, int
 
 
 def activations(run: Run) -> dict[int, int]:
-    """Of the pipeline ranks that may need most: the first two, which hold the most micro-batches, and the last."""
+    """Pipeline rank -> bytes of its activations, for the ranks that may need the most memory: the first two, which hold
+    the most micro-batches, and the last."""
     p = run.settings.grid.pp
     return {rank: activations_of_rank(run, rank) for rank in sorted({0, min(1, p - 1), p - 1})}
 
 
 def needed_memory(run: Run, saved: Mapping[int, int] | None = None) -> dict[str, int]:
-    """Of the pipeline rank that needs most. saved: `activations` of the run, if they are known."""
+    """Bytes by kind of the pipeline rank that needs the most. saved: the result of `activations`, if it is known."""
     ranks = saved or activations(run)
     return max((memory_of_rank(run, rank, own) for rank, own in ranks.items()), key=lambda kinds: sum(kinds.values()))
 
 
 def probability_of_fit(run: Run, nbytes: float) -> float:
-    """That a run whose predicted memory this is, without what is reserved, does not run out of it."""
+    """The probability that a run with this predicted memory does not run out of memory. nbytes: without `reserved`."""
     needed, there = nbytes + run.constants.reserved, run.machine.memory_bytes * run.constants.usable
     return NormalDist(0, run.constants.spread).cdf(math.log(there / needed))
 
@@ -526,7 +550,7 @@ def predict(run: Run) -> Prediction:
 
 
 def kind_of(run: Run) -> str:
-    """The kind of a run, as far as published runs say how far off predictions of its step time are."""
+    """The kind of a run. Errors of predicted step times are known by kind, from published runs."""
     grid, experts, fp8 = run.settings.grid, run.settings.model.experts, run.settings.precision.fp8 != "none"
     gpus = grid.dp * grid.cp * grid.tp * grid.pp
     return ", ".join(("experts" if experts else "dense", "FP8" if fp8 else "16 bits",
@@ -535,14 +559,17 @@ def kind_of(run: Run) -> str:
 
 
 def held_out() -> dict[str, dict[str, Any]]:
-    """How far off predictions are of published runs that had no part in the fit: "steps" by kind of run, and "memory".
+    """Errors of the predictions for published runs that had no part in the fit: "steps", by kind of run, and "memory".
     `python -m tests.published fit` writes this file."""
     return json.loads(HELD_OUT.read_text())
 
 
 def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
-    """The Run that a request describes: settings of train.py by name, and besides them `machine`, a name or a file, and
-    `gpus`, by default as many as the grid has. Raises ValueError for what cannot run."""
+    """The Run that a request describes.
+
+    request: settings of train.py by name; `machine`, a name or a file; `gpus`, by default as many as the grid has
+
+    Raises ValueError for settings that cannot run."""
     asked = {name.replace("-", "_"): value for name, value in request.items()}
     machine = read_machine(asked.pop("machine", "h100"))
     gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
@@ -552,7 +579,8 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
 
 
 def parse(flags: list[str], gpus: int) -> Config:
-    """As rules.parse, which does not read models and checkpoints; run/cli.py does."""
+    """Parse flags by rules.parse. Refuse --init-from and --resume, because only run/cli.py reads models and
+    checkpoints."""
     given = config.read(flags)
     for name in ("init_from", "resume"):
         path = given.get(name)
@@ -576,8 +604,8 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def with_dtype(settings: Config, machine: Machine) -> Config:
-    """The settings with their dtype decided. Raises ValueError for a dtype whose times are not known, or that the
-    machine does not have."""
+    """The settings, with `auto` replaced by bf16. Raises ValueError for a dtype whose times are not known, and for FP8
+    on a machine without it."""
     precision = settings.precision
     if precision.dtype == "auto":
         precision.dtype = "bf16"
