@@ -5,8 +5,8 @@
 
 The search takes the three steps of the Ultra-Scale Playbook:
 
-1. List all combinations of grid, micro-batch, schedule, recomputation and ZeRO level.
-2. Keep the combinations that fit in memory and reach the global batch.
+1. Keep the combinations of grid, micro-batch, schedule, recomputation and ZeRO level that fit in memory.
+2. Keep those among them that reach the global batch.
 3. Take the fastest.
 
 A prediction of memory has an error, so a run fits with some probability. Candidates are ranked by step time divided by
