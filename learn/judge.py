@@ -18,14 +18,17 @@ tensor parallel modules) know theirs, and a plain tensor is a whole one. For all
     Record("grid/", place=lambda name, x: (f"layers.{first + int(name[0])}{name[1:]}", None))      # a stage's own names
     Record("grid/", place=lambda name, x: (name, (slice(8 * rank, 8 * rank + 8), slice(None))))    # 8 rows on each rank
 
-and what is no parameter with a `.grad` (flat partitions, master weights) is handed over as a list of Piece in place of
-the model. Of equal pieces on several ranks one is written, and of the others a hash: replicas must hold the same bits.
+Tensors that are not parameters with a `.grad` (flat partitions, master weights) are given as a list of Piece in place
+of the model. If several ranks have the same piece, one of them writes it and the others write its hash, because
+replicas must hold the same bits.
 
-Record(folder, axes=dict(dp=2, tp=2, micro=4)): sizes of the grid, and micro-batches, by which factors are explained.
+Record(folder, axes=dict(dp=2, tp=2, micro=4)) gives the sizes of the grid and the number of micro-batches, from which
+wrong factors are explained.
 
-Tolerance, of a tensor's largest element, or a hundredth of the largest of all: 1e-10 in fp64; a sum of n rounded terms
-errs by about sqrt(n) eps, so fp32 is given 1024 eps = 1.2e-4 (n = a million), and 16 bits, which find large errors
-alone, 16 eps. --noise names a second right run, in another order of sums: then ten times its differences are tolerated.
+Tolerances are relative to the tensor's largest element, or to a hundredth of the largest element of all tensors if that
+is larger. In fp64 the tolerance is 1e-10. A sum of n rounded terms errs by about sqrt(n) eps, so in fp32 it is 1024 eps
+= 1.2e-4 (n is a million). In 16 bits it is 16 eps, which finds only large errors. --noise names a second correct run
+with another order of sums; ten times its differences are then tolerated.
 """
 import argparse
 import ctypes
@@ -45,7 +48,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-Box = tuple[slice, ...]  # a block of a global tensor; of one slice: a range of the flattened one
+Box = tuple[slice, ...]  # a block of a global tensor; a single slice is a range of the flattened tensor
 TOLERANCE = {"float64": 1e-10, "float32": 1024 * 2.0**-23, "bfloat16": 16 * 2.0**-7, "float16": 16 * 2.0**-10}
 FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of safetensors
 WRAPPERS = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of names
@@ -54,7 +57,7 @@ WRAPPERS = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_m
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 class Piece(NamedTuple):
-    """A part of a global parameter. term: where the gradient is a term of a sum over ranks, the number of the term."""
+    """A part of a global parameter. term: the number of the term, if its gradient is a term of a sum over ranks."""
     name: str
     weight: Tensor
     grad: Tensor | None
@@ -142,7 +145,7 @@ class Record:
         self.write(("weight", "gradient"), loss=loss, norm=norm)
 
     def close(self, model: nn.Module | Iterable[Piece] | None = None) -> None:
-        """After the last update. model: new pieces, if those of the last step are copies."""
+        """Record the weights after the last update. model: new pieces, if the last step's pieces were copies."""
         self.model = model or self.model
         self.write(("weight",))
 
@@ -245,7 +248,7 @@ class Run:
         return [name for at, what, name in self.parts if (at, what) == (step, kind)]
 
     def boxes(self, step: int, kind: str, name: str) -> list[list[Part]]:
-        """For each box what ranks have of it: one part, but for terms of a sum, and for replicas that differ."""
+        """The parts that ranks have of each box: one, unless they are terms of a sum or replicas that differ."""
         return [list(same.values()) for same in self.parts.get((step, kind, name), {}).values()]
 
     def largest(self, step: int, kind: str) -> float:
@@ -254,7 +257,7 @@ class Run:
         return self.maxima[step, kind]
 
     def whole(self, step: int, kind: str, name: str, shape: torch.Size | None = None) -> Tensor | None:
-        """The global tensor, in fp64, where replicas differ that of the first rank; None if no rank has any of it."""
+        """The global tensor in fp64, or None if no rank has any of it. Replicas that differ: the first rank's."""
         boxes = self.boxes(step, kind, name)
         if not boxes:
             return None
@@ -275,7 +278,7 @@ class Finding(NamedTuple):
     kind: str  # weight, gradient, loss or norm
     name: str  # of the parameter
     says: str
-    off: float | None = None  # the largest difference, of the largest element
+    off: float | None = None  # the largest difference, relative to the largest element
     factor: float | None = None  # times one process's
     axes: tuple[str, ...] = ()  # whose sizes are that factor
 
@@ -285,13 +288,13 @@ def largest(x: Tensor) -> float:
 
 
 def off(got: Tensor, truth: Tensor) -> float:
-    """The largest difference, of the largest element."""
+    """The largest difference, relative to the largest element."""
     difference = largest(got - truth)
     return difference / largest(truth) if truth.any() else math.inf if difference else 0.0
 
 
 def explain_factor(factor: float, axes: dict[str, int]) -> tuple[str, float, tuple[str, ...]]:
-    """(a sentence, the factor, the axes of which the size, or the product of sizes, is the factor or its inverse)."""
+    """(a sentence, the factor, the axes whose size, or product of sizes, is the factor or its inverse)."""
     for count in range(1, len(axes) + 1):  # the fewest axes that explain it
         sets = [names for names in combinations(axes, count)
                 if math.isclose(math.prod(axes[name] for name in names), max(factor, 1 / factor), rel_tol=1e-3)]
@@ -440,7 +443,7 @@ class Judge:
         return found
 
     def what_a_norm_counts(self, step: int, values: list[float]) -> str:
-        """Of gradients that agree: what makes such a norm."""
+        """How wrong norms arise from gradients that agree, in words."""
         local = [0.0] * self.grid.ranks  # squares of each rank
         for name in self.grid.names(step, "gradient"):
             for part in (part for parts in self.grid.boxes(step, "gradient", name) for part in parts):
@@ -457,7 +460,7 @@ class Judge:
 # ---- python judge.py ------------------------------------------------------------------------------------------------
 
 def lines_of(findings: list[Finding]) -> Iterator[str]:
-    """A line for each; tensors of which the same is said share one."""
+    """Yield a line for each finding. Tensors with the same finding share a line."""
     groups: dict[tuple, list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.step, finding.kind, finding.says), []).append(finding)

@@ -5,18 +5,20 @@
                           run.json                          step, data, settings, and a checksum of every file
     OUT/latest            the name of the newest
 
-A checkpoint knows nothing of the grid that wrote it. Every tensor has a global name, such as
-"layers.7.attention.wq/master" (or /m, /v), and a global shape; what a rank has of it is a few boxes (`pieces` in
-zero.py), and of all ranks that have the same elements one writes them. To read, a rank asks for the boxes that it needs
-on its own grid. So nothing is gathered. Of weights only the masters are saved: the model's own are these, rounded.
+A checkpoint does not depend on the grid that wrote it. Every tensor has a global name, such as
+"layers.7.attention.wq/master" (or /m, /v), and a global shape. A rank has a few boxes of it (`pieces` in zero.py). If
+several ranks have the same elements, one of them writes them. To read, a rank asks for the boxes that it needs on
+its own grid. So no tensor is gathered. The model's own weights are not saved, because they are the master weights,
+rounded.
 
-torch.distributed.checkpoint (DCP) stores boxes and plans which file has which; this file decides which boxes there are.
-A planner, DCP's interface for that, is given a list of `Piece`s in either direction.
+torch.distributed.checkpoint (DCP) stores boxes, and plans which file has which box. This file decides which boxes there
+are: it gives a list of `Piece`s to a planner, DCP's interface for that, both to save and to read.
 
-A save is asynchronous and atomic. The step waits until the save before is done and the state is copied ("staged"); on a
-GPU the copies to pinned memory are queued before the kernels of the next update. A thread writes, on a process group of
-its own. All files are on the disk (fsync) before the folder gets its name, and `latest` changes last: whatever has the
-name of a checkpoint is complete. The checksums find what a disk or a person damaged later.
+A save is asynchronous and atomic. The step waits until the previous save is done and the state has been copied
+("staged"). On a GPU the copies to pinned memory are queued before the kernels of the next update. A thread writes them,
+on a process group of its own. All files are on the disk (fsync) before the folder gets its name, and `latest` changes
+last. So every folder with the name of a checkpoint is complete. If a disk or a person damages a file later, its
+checksum shows it.
 
     python -m run.checkpoint export CKPT FOLDER        its weights, as transformers reads them
 """
@@ -79,8 +81,11 @@ def whole(name: str, values: Tensor) -> Piece:
 
 
 def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, saving: bool) -> Iterator[Piece]:
-    """All tensors of a run's state on this rank, as views. optimizer: a zero.Optimizer; routers: ep.Routers. saving:
-    only those that this rank writes, so that all ranks together write everything once."""
+    """Yield all tensors of a run's state on this rank, as views.
+
+    optimizer, routers: a zero.Optimizer, and the model's ep.Routers
+    saving: yield only the tensors that this rank writes; all ranks together write every element once
+    """
     for bucket in optimizer.buckets:
         part = None
         if saving:  # ranks with the same shard write a part of it each
@@ -98,7 +103,7 @@ def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, sav
 
 
 class Stage:
-    """Copies of pieces, in memory that is allocated once: pinned, if they are on a GPU."""
+    """Copies of pieces, in memory that is allocated once. The memory is pinned if the pieces are on a GPU."""
 
     def __init__(self, pieces: list[Piece]):
         self.pieces = pieces
@@ -122,7 +127,7 @@ class Stage:
 # ---- planners for DCP -----------------------------------------------------------------------------------------------
 
 class SaveBoxes(DefaultSavePlanner):
-    """Writes pieces. DCP checks that those of all ranks together are whole tensors, each element once."""
+    """Writes pieces. DCP checks that the pieces of all ranks together cover each tensor exactly once."""
 
     def __init__(self, pieces: list[Piece]):
         super().__init__(flatten_state_dict=False)
@@ -175,10 +180,13 @@ def shown(shape: Iterable[int]) -> str:
 class Saver:
     """Writes the checkpoints of a run. All ranks must call its methods, in the same order.
 
-    folder: on a file system that all ranks share. pieces: what this rank saves, views of the state. keep: how many
-    checkpoints stay; 0: all. step: that of the checkpoint in this folder that the run was resumed from, or 0.
-    Raises ValueError if the folder cannot be written to, has too little room for a checkpoint, is another run's, or has
-    checkpoints of another run.
+    folder: a folder on a file system that all ranks share
+    pieces: the tensors that this rank saves, views of the state
+    keep: how many checkpoints are kept; 0: all
+    step: the step of the checkpoint in this folder from which the run was resumed, or 0
+
+    Raises ValueError if the folder cannot be written to, has too little room for a checkpoint, is in use by another
+    run, or has checkpoints of another run.
     """
 
     def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0):
@@ -190,9 +198,10 @@ class Saver:
         agree(lambda: self.open_folder(step) if group.rank == 0 else None, group)
 
     def open_folder(self, step: int) -> None:
-        """Take the folder for this run; remove what an earlier run could not finish. What has the name of a checkpoint
-        and is none is renamed. So are checkpoints of later steps than the one resumed (damaged, or the run was
-        rewound): neither --resume auto nor keep counts them."""
+        """Take the folder for this run, and remove unfinished checkpoints of an earlier run.
+
+        A folder that has the name of a checkpoint and is none is renamed. So are checkpoints of later steps than the
+        resumed one, which are damaged or from before a rewind: neither --resume auto nor `keep` may count them."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / "lock", "ab")
@@ -232,10 +241,11 @@ class Saver:
                 set_aside(path, "is of a later step than the one resumed")
 
     def save(self, step: int, run: dict) -> float:
-        """Save in the background, unless this step is saved. run: what run.json says besides. Returns the seconds that
-        this call took."""
+        """Save in the background, unless this step has been saved. Return the seconds that this call took.
+
+        run: further entries of run.json"""
         began = time.perf_counter()
-        self.finish()  # the save before reads the same copies
+        self.finish()  # the previous save reads the same copies
         if step == self.newest:  # a run that was resumed and ends before its first step
             return 0.0
         self.stage.copy()
@@ -244,7 +254,8 @@ class Saver:
         return time.perf_counter() - began
 
     def finish(self) -> str:
-        """Wait until the save under way is on the disk. If it failed: why, which is printed, too; training goes on."""
+        """Wait until the current save is on the disk. Return why it failed, or "". Training goes on after a failure, of
+        which rank 0 warns."""
         if self.thread:
             self.thread.join()
         self.thread = None
@@ -254,7 +265,7 @@ class Saver:
         return error
 
     def write(self, step: int, run: dict) -> None:
-        """Run by the thread."""
+        """The body of the thread that saves."""
         began, temporary, problem = time.perf_counter(), self.folder / f".writing-step-{step:06d}", ""
         try:
             files = self.together(lambda: self.write_boxes(temporary))
@@ -281,8 +292,8 @@ class Saver:
         return agree(tried, self.group)
 
     def reason_of(self, error: Exception) -> str:
-        """Why a save failed. Of a file that cannot grow torch reports a wrong position in it; here it is the disk, a
-        quota or a limit of files that says why."""
+        """Why a save failed. If a file cannot grow, torch only reports a wrong position in it. A trial write shows the
+        true reason: a full disk, a quota, or a limit on the size of files."""
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 file.write(bytes(2**20))
@@ -297,8 +308,8 @@ class Saver:
         return checksums_of(temporary, self.group.rank)
 
     def commit(self, temporary: Path, run: dict) -> None:
-        """Make the written files a checkpoint, then `latest`, and only then remove old ones: whenever a kill comes,
-        what was saved before or this is there."""
+        """Make the written files a checkpoint, then change `latest`, and only then remove old checkpoints. Whenever the
+        process is killed, either the previous checkpoint or this one is complete."""
         final = self.folder / temporary.name.removeprefix(".writing-")
         run = run | dict(format=cli.CHECKPOINT_FORMAT)
         write_text(temporary / "run.json", json.dumps(run | {"checksum": cli.checksum_of_json(run)}, indent=1))
@@ -310,10 +321,10 @@ class Saver:
             self.remove(old)
 
     def remove(self, path: Path) -> None:
-        """First its name, so that a kill in between leaves nothing that looks like a checkpoint."""
+        """Remove a checkpoint, first its name: a process killed in between leaves nothing that looks like one."""
         gone = path.with_name(f".removing-{path.name}-{time.time_ns()}")
         path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)  # what is left is removed by the next run here
+        shutil.rmtree(gone, ignore_errors=True)  # the next run here removes the rest
 
 
 def set_aside(path: Path, why: str) -> None:
@@ -323,7 +334,7 @@ def set_aside(path: Path, why: str) -> None:
 
 
 def describe(error: Exception) -> str:
-    """An error in one line; of DCP's errors, which contain those of its ranks, the first of these."""
+    """An error in one line. DCP's errors contain the errors of ranks; then this is the first of them."""
     failures = getattr(error, "failures", None)
     reason = next(iter(failures.values()))[0] if failures else error
     return f"{type(reason).__name__}: {reason}".splitlines()[0]

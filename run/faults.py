@@ -8,18 +8,18 @@
     a rank dies                    torchrun, and ranks that lose connections  an error; torchrun restarts all ranks
     torchrun dies                  watchdog threads of its ranks              as after SIGTERM
 
-In a step, ranks agree without an additional collective: the request to stop (and each rank's seconds, a metric) are
-appended to the squared norm of the gradient, and every step sums this vector over all ranks anyway. The device decides
-whether to skip a step. The host learns all this when it reads the step's results, on a GPU after it has issued the next
-step.
+In a step, ranks agree without an additional collective. Every step sums the squared norm of the gradient over all
+ranks. The request to stop, and each rank's seconds (a metric), are appended to this number and summed with it.
+The device decides whether to skip the update. The host learns all this when it reads the step's results, on a GPU
+after it has issued the next step.
 
-Torch ends a wait, but it does not say who is missing. After its timeout gloo raises an error on every rank that waits,
-NCCL's watchdog aborts the process, its flight recorder leaves a file per rank to be compared later, and every torchrun
-reports all failed ranks of its own machine. So here a thread per rank looks a little before that timeout, and of all
-ranks one reports, in one line.
+Torch ends a wait, but it does not say which rank is missing. After its timeout gloo raises an error on every rank that
+waits. NCCL's watchdog aborts the process, and its flight recorder leaves a file per rank, to be compared later. Every
+torchrun reports all failed ranks of its own machine. So here a thread on each rank looks a little before that timeout,
+and a single rank reports, in one line.
 
-Of several ranks that fail, the first that asks torchrun's key-value store reports; those that have only lost a
-connection ask a moment later.
+If several ranks fail, the one that asks torchrun's key-value store first reports. A rank that has only lost a
+connection asks a moment later, so that the cause is reported.
 
     after             rank 0, in a collective                 rank 1, in a loop
     0.8 --timeout     asks all ranks where they are           answers with the line that it executes
@@ -51,7 +51,7 @@ from run.ranks import record
 
 REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # to save and end
 SAME_REQUEST_S = 1.0  # within this time a second signal is the same request, forwarded by torchrun
-STORE_TIMEOUT_S = 20.0  # a rank that has failed reports alone if torchrun's store has not answered after this time:
+STORE_TIMEOUT_S = 20.0  # a failed rank reports without asking if torchrun's store has not answered after this time;
 #                         the store's own timeout is for keys, and does not end a call to a machine that has gone
 
 
@@ -163,13 +163,15 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hash_of(x: torch.Tensor) -> torch.Tensor:
-    """The sum, modulo 2^64, of the elements' bits read as integers: a flip of one single bit always changes it."""
+    """The sum, modulo 2^64, of the elements' bits, read as integers. A flip of a single bit always changes it."""
     return x.detach().reshape(-1).view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
 
 
 def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, set[str]]]:
-    """Of a zero.Optimizer and a model's ep.Routers, yield (name, tensor, axes) of weights, master weights, moments,
-    biases and counters; all ranks of each of these axes must have the same bits."""
+    """Yield (name, tensor, axes) of weights, master weights, moments, biases and counters. All ranks of each of these
+    axes must have the same bits.
+
+    optimizer, routers: a zero.Optimizer, and the model's ep.Routers"""
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         for param in bucket.params:
@@ -190,9 +192,10 @@ def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tu
 
 
 def check_replicas(optimizer, routers: list[torch.nn.Module], groups: Groups) -> float:
-    """Compare replicated tensors by hashes and return the seconds that this took. Raises Failure, on all ranks of a
-    group with a difference. Every rank calls this; it gathers 8 bytes per tensor from every rank of each
-    replicated axis."""
+    """Compare replicated tensors by their hashes. Return the seconds that this took.
+
+    Every rank must call this. It gathers 8 bytes per tensor from every rank of each replicated axis. Raises Failure on
+    all ranks of a group that has a difference."""
     began = time.perf_counter()
     hashes: dict[str, dict[str, torch.Tensor]] = {}
     for tensor_name, tensor, axes in replicated_tensors(optimizer, routers):
@@ -252,9 +255,10 @@ class Watchdog:
     """A thread that polls this rank's flight record (run/ranks.py), and ends the rank if it waits too long, or if
     another rank reports; see the top of this file.
 
-    store: what run/ranks.py's `meet` returns, cloned, because a blocked call would hold the main thread's connection.
-    activity(): what the rank does, in words, such as "in step 3"; it changes when the rank makes progress.
-    stop: its `ending` is read, and it is told when torchrun, the parent of this process, has died.
+    store: a clone of the store that `meet` of run/ranks.py returns; a call that blocks would hold the main thread's
+        connection
+    activity(): the activity of the rank in words, such as "in step 3"; it changes when the rank makes progress
+    stop: its `ending` is read, and it is told when torchrun, the parent of this process, has died
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, activity: Callable[[], str], stop: Stop):
@@ -268,7 +272,7 @@ class Watchdog:
         threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
 
     def learn(self, groups: Groups) -> None:
-        """From now on messages name the ranks of these groups."""
+        """Name the ranks of these groups in messages from now on."""
         self.members = {axis: ranks_of(group) for axis, group in groups.items() if group.size > 1}
 
     def watch(self) -> None:
@@ -281,7 +285,7 @@ class Watchdog:
                 return self.stop.torchrun_is_gone()
             try:
                 self.poll()
-            except Exception:  # torchrun's store has gone: this rank reports alone
+            except Exception:  # torchrun's store has gone, so this rank reports without asking
                 self.store = dist.HashStore()
 
     def poll(self) -> None:
@@ -300,8 +304,8 @@ class Watchdog:
             os._exit(1)
 
     def waits_for(self) -> Call | None:
-        """What this rank waits for if it has stalled. NCCL's calls return at once, and the host stands in some later
-        launch until its GPU goes on: so in a step on GPUs it is the last call, or one before it."""
+        """The call that this rank waits for, if it has stalled. NCCL's calls return at once, and the host then blocks
+        in a later launch until its GPU goes on. So in a step on GPUs it is the last call, or an earlier one."""
         in_launch = torch.cuda.is_initialized() and self.activity().startswith("in step")
         return record.waiting_for or (record.last if in_launch else None)
 
@@ -316,11 +320,11 @@ class Watchdog:
         self.store.append("answers", json.dumps([self.rank, answer]) + "\n")
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Rank -> what it has answered."""
+        """Rank -> its answer."""
         return dict(map(json.loads, self.store.get("answers").splitlines()))
 
     def describe(self, call: Call, answers: dict[int, dict[str, Any]]) -> str:
-        """Say which ranks are missing in the call that this rank waits for, and what the first of them does."""
+        """Say which ranks are missing in the call that this rank waits for, and where the first of them is."""
         missing = self.missing_in(call, answers)
         if missing:
             does = f"is in {answers[missing[0]]['where']}" if missing[0] in answers else "does not answer"
@@ -331,8 +335,8 @@ class Watchdog:
         return f"{self.name(call)}, has not ended although all ranks have called it"
 
     def missing_in(self, call: Call, answers: dict[int, dict[str, Any]]) -> list[int]:
-        """The ranks that do not answer. If all answer: those that compute. If all wait: the peer of a send or receive,
-        or the ranks of its group that have not come to this call."""
+        """The ranks that do not answer. If all answer, the ranks that compute. If all wait, the peer of a send or
+        receive, or the ranks of the call's group that have not made this call."""
         silent = [rank for rank in range(self.ranks) if rank not in answers]
         if silent:
             return silent
@@ -365,7 +369,8 @@ def fail(activity: str, error: Exception, watchdog: Watchdog | None, stop: Stop)
     stop.ending = True  # the watchdog stops
     if watchdog:
         with contextlib.suppress(Exception):
-            # The store may be gone, with the machine that served it. Without memory no thread starts: it reports alone.
+            # The store may be gone, with the machine that served it. If no memory is left for a thread, this rank
+            # reports without asking.
             threading.Timer(STORE_TIMEOUT_S, report, (activity, error)).start()
             if record.waiting_for and may_be_lost_connection(error):
                 time.sleep(1)  # until the rank that failed by itself has reported
@@ -409,7 +414,7 @@ def warn(line: str, world: Group) -> None:
 
 
 class Tolerant:
-    """A stream that drops what it cannot write, because its reader is gone or its disk is full."""
+    """A stream that drops text which it cannot write, because its reader is gone or its disk is full."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
