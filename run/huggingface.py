@@ -25,7 +25,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -412,6 +412,35 @@ def is_inside(path: str) -> bool:
     return not os.path.isabs(path) and os.pardir not in path.split(os.sep)
 
 
+# ---- tokenizers ---------------------------------------------------------------------------------------------------
+
+def special_tokens(path: str) -> dict[str, str]:
+    """bos_token and eos_token of the tokenizer_config.json beside a tokenizer.json, as far as there are any."""
+    file = Path(path).parent / "tokenizer_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: content.get(name) for name in ("bos_token", "eos_token")}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in texts.items() if isinstance(token, str)}
+
+
+def special_ids(folder: Path) -> dict[str, int]:
+    """bos_token_id and eos_token_id of the tokenizer in a folder, as far as its files say them."""
+    path = folder / "tokenizer.json"
+    try:
+        ids = {token["content"]: token["id"] for token in json.loads(path.read_text(encoding="utf-8"))["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {f"{name}_id": ids[token] for name, token in special_tokens(str(path)).items() if token in ids}
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """The files in a folder that transformers reads of a tokenizer."""
+    return (file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
+
+
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
@@ -423,7 +452,8 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
     one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
     published: folders ("": none) whose tokenizer is copied, those of the first folder if several have a file. Their
-    config.json says the special tokens, and the longest sequence (max_position_embeddings), which else is seq tokens.
+    config.json says the special tokens, or else the tokenizer does; and the longest sequence (max_position_embeddings),
+    which else is seq tokens.
     Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
@@ -439,10 +469,11 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
     for given in map(Path, reversed([*filter(None, published)])):
         need(given.is_dir(), f"{given}: there is no such folder")
-        for file in (file for pattern in TOKENIZER_FILES for file in given.glob(pattern)):
+        for file in tokenizer_files(given):
             with contextlib.suppress(shutil.SameFileError):  # where the data's tokenizer is
                 shutil.copyfile(file, Path(folder, file.name))
         theirs = read_json(given / "config.json") if (given / "config.json").is_file() else {}
+        config |= special_ids(given)
         config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
     Path(folder, "config.json").write_text(json.dumps(config, indent=2))
     for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index

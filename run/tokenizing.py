@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from core import config
 from core.config import need
+from run import huggingface
 from run.chat import Rendered, Span, Template
 from run.cli import note, speaking
 from run.texts import KINDS, Conversation, Document, Found, Text, documents, files_in, note_kinds, size_of
@@ -129,7 +130,7 @@ class Marks(NamedTuple):
 
 def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     """name: of the token that begins a document; "": the one that is published."""
-    published = published_settings(path)
+    published = huggingface.special_tokens(path)
     begin = separator_of(tokenizer, path, name)
     ends = ENDS.get(tokenizer.id_to_token(begin), "")
     if not ends and not name and tokenizer.id_to_token(begin) == published.get("bos_token"):
@@ -141,22 +142,10 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     return Marks(begin, end, turn_end)
 
 
-def published_settings(path: str) -> dict[str, str]:
-    """bos_token and eos_token of the tokenizer_config.json beside a tokenizer.json, as far as there are any."""
-    file = Path(path).parent / "tokenizer_config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: content.get(name) for name in ("bos_token", "eos_token")}
-    except (OSError, ValueError, AttributeError):
-        return {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    return {name: token for name, token in texts.items() if isinstance(token, str)}
-
-
 def separator_of(tokenizer: Any, path: str, name: str) -> int:
     """The number of the token that begins a document: of this name; "": of the names that published tokenizers use, or
     of the one that is published as their beginning of a text."""
-    names = (name,) if name else (*SEPARATORS, published_settings(path).get("bos_token") or SEPARATORS[0])
+    names = (name,) if name else (*SEPARATORS, huggingface.special_tokens(path).get("bos_token") or SEPARATORS[0])
     found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
     need(found != [], f"{path}: has none of {', '.join(dict.fromkeys(names))}: name the token between documents with "
                       "--separator")
@@ -310,8 +299,8 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     """Write the tokens of files of text and records, with a separator before each document. Returns how many tokens and
     targets there are.
 
-    The tokenizer is copied beside the tokens. A mask is written if not all tokens are targets, and the starts of
-    documents if some have the separator inside. ignored: keys of records to leave out.
+    The tokenizer's files are copied beside the tokens. A mask is written if not all tokens are targets, and the starts
+    of documents if some have the separator inside. ignored: keys of records to leave out.
 
     Raises ValueError naming a file that is missing or cannot be read.
     """
@@ -342,8 +331,7 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
             need(writer.targets > 0, f"{' '.join(str(each.path) for each in found)}: no conversation has a message of "
                                      "the role assistant that is to be learned")
             writer.finish()
-            if not beside.exists():
-                shutil.copy(tokenizer_path, beside)
+            copy_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
             mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
             mask.unlink(missing_ok=True)  # of a file that is replaced
             starts.unlink(missing_ok=True)
@@ -355,6 +343,23 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     except OSError as error:
         raise ValueError(f"{error.filename or target}: {error.strerror}") from None
     return writer.count, writer.targets
+
+
+def copy_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> None:
+    """Copy a tokenizer.json, and what is published beside it, into a folder that may have it already.
+
+    If no file says which tokens begin and end a text, tokenizer_config.json then says that those of documents do:
+    transformers, which opens an export with these files, looks there.
+    """
+    if not (folder / "tokenizer.json").exists():
+        for file in huggingface.tokenizer_files(path.parent):
+            shutil.copyfile(file, folder / file.name)
+        shutil.copyfile(path, folder / "tokenizer.json")  # path may have another name
+    settings = folder / "tokenizer_config.json"
+    if not settings.exists():
+        end = marks.begin if marks.end is None else marks.end
+        names = dict(bos_token=tokenizer.id_to_token(marks.begin), eos_token=tokenizer.id_to_token(end))
+        settings.write_text(json.dumps(names, indent=2))
 
 
 def with_template(given: Iterable[Document], tokenizer_path: str) -> Iterator[Text | Rendered]:
