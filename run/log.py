@@ -35,8 +35,8 @@ class Log:
         self.is_first_rank = self.rank == 0
         dtype = DTYPES[settings.precision.dtype]
         # FP8 runs are measured against the peak of bf16, too.
-        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        self.peak = machines.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
+        self.has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        self.peak = machines.peak_flops(torch.cuda.get_device_name(device)) if self.has_peak else None
         self.flops = costs.flops_by_convention(settings)  # per token: mfu, mfu_causal and hfu
         self.last_loss: float | None = None  # of the last step of this process with a target; None before its first
         self.last_lap = 0.0
@@ -53,6 +53,8 @@ class Log:
             device = f"{self.device.type} ({device_reason}), {ranks}"
             fused = uses_kernels(self.settings, self.device)
             print(first_lines(self.settings, self.groups, device, built, samples, fused), flush=True)
+            if self.has_peak and not self.peak:
+                say(f"{device_reason}: its peak is not known here, so mfu, mfu_causal and hfu are null")
             if built != counted:
                 say(f"warning: the model has {built:,} parameters, but plan/costs.py counts {counted:,}: predicted "
                     "memory, times and MFU are wrong until parameters, layer_elements, layer_matrices and llama_layer "
