@@ -334,7 +334,8 @@ def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count,
     assert tokenizing.tokenize([str(tmp_path / "texts")], path, str(out)) == (3 * 130, 3 * 130)
     corpus = Corpus([str(out)], count)
     assert everything(corpus) == (wanted, list(range(0, 390, 3))) and corpus.arrays[0].dtype == dtype
-    assert sorted(path.name for path in out.parent.iterdir()) == ["tokenizer.json", "tokenizer_config.json", "tokens.bin"]
+    beside = sorted(path.name for path in out.parent.iterdir())
+    assert beside == ["tokenizer.json", "tokenizer_config.json", "tokens.bin"]
     assert json.loads((out.parent / "tokenizer_config.json").read_text()) == dict(bos_token="<s>", eos_token="<s>")
     codec = codec_of(corpus, str(out.parent))
     assert codec.separator == 0 and codec.encode("w9 w7") == [9, 7] and codec.decode([9, 7]) == "w9 w7"
