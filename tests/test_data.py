@@ -341,6 +341,25 @@ def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count,
     assert codec.separator == 0 and codec.encode("w9 w7") == [9, 7] and codec.decode([9, 7]) == "w9 w7"
 
 
+def test_what_is_published_beside_a_tokenizer_is_copied_with_it_and_else_says_how_documents_begin_and_end(tmp_path):
+    (tmp_path / "text").write_text("w2")
+    (tmp_path / "given").mkdir()
+    path = tokenizer_of(tmp_path / "given" / "of another name.json", "<s>", "</s>", "w2", "[CLS]")
+    published = {"tokenizer_config.json": '{"eos_token": "w2"}', "chat_template.jinja": "x", "README.md": "not read"}
+    for number, beside in enumerate(({}, published)):
+        for name, content in beside.items():
+            (tmp_path / "given" / name).write_text(content)
+        out = tmp_path / f"out-{number}"
+        tokenizing.tokenize([str(tmp_path / "text")], path, str(out / "tokens.bin"))
+        there = {file.name: file.read_text() for file in out.iterdir() if file.suffix != ".bin"}
+        assert there.pop("tokenizer.json") == Path(path).read_text()
+        if beside:
+            assert there == {name: content for name, content in published.items() if name != "README.md"}
+        else:
+            assert list(there) == ["tokenizer_config.json"]
+            assert json.loads(there["tokenizer_config.json"]) == dict(bos_token="<s>", eos_token="</s>")
+
+
 @pytest.mark.parametrize("names, begin, end", [
     (["[SEP]", "</s>", "<s>"], "<s>", "</s>"), (["<|end_of_text|>", "<|begin_of_text|>"], "<|begin_of_text|>",
                                                 "<|end_of_text|>"),
