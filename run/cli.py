@@ -155,8 +155,9 @@ def check_folder(what: str, path: Path) -> None:
 
 
 def check_file(what: str, path: str, folders: list[str]) -> None:
-    folder = os.path.dirname(path) or "."
-    need(os.path.isdir(folder), f"{what}: there is no folder {folder}")
+    """Whether this file can be written, in a folder that is made if it is not there. folders: of other files."""
+    folder = str(next(parent for parent in Path(path).absolute().parents if parent.exists()))
+    need(os.path.isdir(folder), f"{what}: {folder} is a file")
     taken = [os.path.realpath(os.path.join(folder, name)) for folder in folders for name in ("", "latest", "lock")]
     need(os.path.realpath(path) not in taken,
          f"{what}: is the folder of --checkpoint-dir or --export-hf, name a file that checkpoints do not have")

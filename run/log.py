@@ -71,8 +71,10 @@ class Log:
         """Append `record` to --metrics. The first call removes records of this and later steps from the file."""
         path = self.settings.run.metrics
         try:
-            if not self.metrics_begun and os.path.isfile(path):
-                cut(path, record["step"])
+            if not self.metrics_begun:
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                if os.path.isfile(path):
+                    cut(path, record["step"])
             with open(os.dup(1) if is_stdout(path) else path, "a") as file:
                 file.write(as_json(record) + "\n")
             self.metrics_begun, self.metrics_failed = True, False
@@ -255,6 +257,7 @@ def profiling(folder: str, snapshot: str, rank: int, device: torch.device) -> It
     """
     cuda = device.type == "cuda"
     if snapshot:
+        os.makedirs(os.path.dirname(snapshot) or ".", exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     with start_profiler(folder, rank, cuda) if folder else nullcontext() as profiler:
         numbers = count(1)
