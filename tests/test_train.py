@@ -90,13 +90,14 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
 
 
 def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
-    """Ten samples in batches of 8, the second of which is filled up; of 5 and of 2, which are whole."""
+    """Ten samples in batches of 8, the second of which is filled up; of 5 and of 2, which are whole. The folder of the
+    metrics is made."""
     (tmp_path / "unseen.txt").write_text(UNSEEN)
     found = []
     for size in 8, 5, 2:
         run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 "
-            f"--lr 1e-15 --global-batch {size} --sample-prompt= --metrics {tmp_path}/{size}")
-        found.append(metrics(tmp_path / str(size))[0]["val_loss"])
+            f"--lr 1e-15 --global-batch {size} --sample-prompt= --metrics {tmp_path}/new/{size}")
+        found.append(metrics(tmp_path / "new" / str(size))[0]["val_loss"])
     assert found == pytest.approx(3 * [found[-1]], rel=1e-10)
 
 
