@@ -422,6 +422,10 @@ class Run:
         "After training, write the model into this folder, in the format that transformers reads. The model is that of "
         "the last checkpoint, so --checkpoint-dir has to be given, too."))
     metrics: str = setting("", "Append the metrics of each step to this file, or to /dev/stdout, as one line of JSON.")
+    tensorboard: str = setting("", help=(
+        "Write the metrics of each step into this folder, for TensorBoard. Needs the package tensorboard."))
+    wandb: str = setting("", help=(
+        "Log the metrics of each step to this project of Weights & Biases. Needs the package wandb."))
     profile: str = setting("", help=(
         "Write a trace of steps 3 to 5, counted from 0, into this folder, for Perfetto, and print the operations that "
         "take longest."))

@@ -7,6 +7,7 @@ library alone. run/checkpoint.py writes the run.json that is read here.
 import contextlib
 import contextvars
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -128,11 +129,15 @@ def check_paths(settings: Config) -> None:
     for name in ("data", "val_data"):
         for path in getattr(settings.data, name):
             need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
-    for name in ("checkpoint_dir", "export_hf", "profile"):
+    for name in ("checkpoint_dir", "export_hf", "tensorboard", "profile"):
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
         if path and name != "checkpoint_dir":
             check_folder(f"{flag(name)} {path}", Path(path))
+    for name in ("tensorboard", "wandb"):  # each is a flag and the package that it needs
+        value = getattr(run, name)
+        need(not value or run.dry_run or is_installed(name),
+             f"{flag(name)} {value}: needs a package that is not installed: pip install {name}")
     for name in ("memory_snapshot", "metrics"):
         if path := getattr(run, name):
             taken = [folder for folder in (run.checkpoint_dir, run.export_hf) if folder]
@@ -141,6 +146,12 @@ def check_paths(settings: Config) -> None:
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
                  f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
+
+
+def is_installed(package: str) -> bool:
+    """Whether Python finds the package. A folder of its name, such as the one that wandb makes, has no origin."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def check_folder(what: str, path: Path) -> None:
@@ -218,7 +229,8 @@ def resumed_run(resume: str, out: str) -> dict | None:
         settings = {name: value for name, value in run["settings"].items() if name not in NOT_INHERITED}
         settings["betas"] = tuple(settings["betas"])  # JSON has no tuples
         if os.path.realpath(settings["checkpoint_dir"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
-            settings |= dict(checkpoint_dir="", metrics="") | ({} if out else dict(save_every=0))
+            settings |= dict.fromkeys(("checkpoint_dir", "metrics", "tensorboard", "wandb"), "")
+            settings |= {} if out else dict(save_every=0)
         return run | dict(settings=settings)
     if problems:
         raise problems[0]

@@ -364,7 +364,7 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
 def check_apart(settings: config.Config, paths: list[str]) -> None:
     """Raise ValueError if the run writes into a folder whose text it reads."""
     for folder in (Path(path).resolve() for path in paths if os.path.isdir(path)):
-        for name in ("checkpoint_dir", "export_hf", "profile", "metrics", "memory_snapshot"):
+        for name in ("checkpoint_dir", "export_hf", "tensorboard", "profile", "metrics", "memory_snapshot"):
             written = Path(getattr(settings.run, name) or os.devnull).resolve()
             parts = written.relative_to(folder).parts if written.is_relative_to(folder) else (".",)
             need(any(part.startswith(".") for part in parts),  # hidden, which is not read

@@ -111,7 +111,8 @@ def main(arguments: list[str]) -> None:
     default_grid = ("--dp auto --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
                     "--schedule 1f1b --virtual-stages auto --ep 1 --zero 0 --recompute none --offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
-    no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0", "--metrics", "",
+    no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0",
+                   "--metrics", "", "--tensorboard", "", "--wandb", "",
                    "--val-data", "--eval-every", "0",
                    "--optimizer", "sgd", "--moments-dtype", "auto"]  # SGD has no moments to load
     train = os.path.join(os.path.dirname(os.path.dirname(__file__)), "train.py")

@@ -102,7 +102,7 @@ class Run:
         self.log = Log(settings, groups, self.device)
         self.log.start(self.device_reason, model, self.training)
         device.check_memory(settings, groups["pp"].rank, self.device)
-        if run.checkpoint_dir or run.resume or run.init_from or run.export_hf:
+        if run.checkpoint_dir or run.resume or run.init_from or run.export_hf or run.tensorboard or run.wandb:
             self.host = host_group(run.timeout)
         need(not self.validation or self.validation.corpus.is_text == self.training.corpus.is_text,
              "--val-data: is text and --data token files, or the other way round: give both of one kind")
@@ -116,6 +116,8 @@ class Run:
                     if name not in ("data", "before_defaults", "arguments")]
         faults.agree_on({"settings": sections, "data": self.training.identity(),
                          "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], self.device)
+        if run.tensorboard or run.wandb:
+            agree(self.log.open_curves, self.host)
 
     def load(self, optimizer) -> None:
         """Initial weights, published ones, or the state of a checkpoint; then the Saver, if the run saves. Raises
@@ -307,7 +309,7 @@ def description(run: Run) -> dict:
     settings, given = run.settings, dict(run.settings.before_defaults)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
-    for name in ("checkpoint_dir", "metrics"):
+    for name in ("checkpoint_dir", "metrics", "tensorboard"):
         given[name] = given[name] and os.path.abspath(given[name])
     return run.state.progress() | dict(
         settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=run.groups["world"].size,

@@ -42,6 +42,7 @@ class Log:
         self.last_lap = 0.0
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
         self.metrics_begun = self.metrics_failed = self.said_empty = False
+        self.curves: list[TensorBoard | Wandb] = []
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, model, samples) -> None:
@@ -60,12 +61,33 @@ class Log:
                     "memory, times and MFU are wrong until parameters, layer_elements, layer_matrices and llama_layer "
                     "there are changed like the model")
 
+    def open_curves(self) -> None:
+        """Open what --tensorboard and --wandb ask for, on the first rank. Raises ValueError if that fails."""
+        for name, kind in (("tensorboard", TensorBoard), ("wandb", Wandb)):
+            asked = self.settings.value(name)
+            if asked and self.is_first_rank:
+                try:
+                    self.curves.append(kind(self.settings))
+                except Exception as error:  # whatever a package raises, if nobody is logged in, for example
+                    raise ValueError(f"{config.flag(name)} {asked}: {error}".splitlines()[0]) from None
+
     def begin(self, step: int) -> None:
         """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""
         self.bar.close()
         self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
                         disable=not self.is_first_rank or not sys.stderr.isatty())
         self.metrics_begun = False
+        self.for_each_curve(lambda curve: curve.begin(step))
+
+    def for_each_curve(self, work: Callable[["TensorBoard | Wandb"], None]) -> None:
+        """Do the work for every curve. One that fails is dropped with a warning: training goes on without it."""
+        for curve in list(self.curves):
+            try:
+                work(curve)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                say(f"warning: --{curve.name}: {problem}: training goes on without")
+                self.curves.remove(curve)
 
     def append(self, record: dict) -> None:
         """Append `record` to --metrics. The first call removes records of this and later steps from the file."""
@@ -114,6 +136,7 @@ class Log:
             self.noise.append((record["noise_trace"], record["noise_gradient2"]))
         if self.settings.run.metrics and self.is_first_rank:
             self.append(record)
+        self.for_each_curve(lambda curve: curve.write(record["step"], scalars(record)))
         done, steps = record["step"] + 1, self.settings.optim.steps
         progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
         self.bar.set_postfix_str(progress, refresh=False)
@@ -127,6 +150,7 @@ class Log:
 
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
+        self.for_each_curve(lambda curve: curve.close())
         if self.is_first_rank and self.last_loss is not None:
             nothing_learned = self.said_empty and math.isnan(self.last_loss)
             loss = "no target" if nothing_learned else f"last loss {self.last_loss:.4f} nats per token"
@@ -240,6 +264,71 @@ def as_json(record: dict) -> str:
     finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
               for key, value in record.items()}
     return json.dumps(finite)
+
+
+# ---- TensorBoard and Weights & Biases -------------------------------------------------------------------------------
+
+def scalars(record: dict) -> dict[str, float]:
+    """The finite numbers of a record of metrics by name, except the step. {"comm_gb": {"dp": 1}} is comm_gb/dp."""
+    found = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{part}": number for part, number in value.items()}
+        else:
+            found[name] = value
+    return {name: number for name, number in found.items()
+            if name != "step" and number is not None and math.isfinite(number)}
+
+
+class TensorBoard:
+    """The metrics as scalars, in files of events in the folder of --tensorboard."""
+    name = "tensorboard"
+
+    def __init__(self, settings: config.Config):
+        from torch.utils.tensorboard import SummaryWriter
+        self.folder, self.open, self.writer = settings.run.tensorboard, SummaryWriter, None
+
+    def begin(self, step: int) -> None:
+        """Begin a file. TensorBoard then ignores what earlier files say of `step` and of later ones."""
+        self.close()
+        self.writer = self.open(self.folder, purge_step=step)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, step)
+        self.writer.flush()  # so that a run that fails has its last steps there, too
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()
+
+
+class Wandb:
+    """The metrics as a run of Weights & Biases. Its id is kept in the folder of checkpoints, so that a resumed run
+    continues it. wandb takes steps in order: of steps that are taken again, it keeps what came first."""
+    name = "wandb"
+
+    def __init__(self, settings: config.Config):
+        import wandb
+        asked = settings.run
+        self.file = os.path.join(asked.checkpoint_dir, "wandb-run") if asked.checkpoint_dir else ""
+        number = None
+        if asked.resume and self.file and os.path.isfile(self.file):
+            with open(self.file) as file:
+                number = file.read().strip()
+        self.run = wandb.init(project=asked.wandb, id=number, resume="allow", allow_val_change=True,
+                              config={name: settings.value(name) for name in config.FIELDS})
+
+    def begin(self, step: int) -> None:
+        if self.file:
+            with open(self.file, "w") as file:
+                file.write(self.run.id + "\n")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 # ---- profiles -------------------------------------------------------------------------------------------------------
