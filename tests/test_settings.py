@@ -87,6 +87,7 @@ ELSEWHERE = {  # test -> its fields
     "test_faults.py::test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved": "check_replicas",
     "test_dryrun.py::test_the_command_prints_a_page": "dry_run",
     "test_plan.py::test_the_grid_that_is_chosen_is_the_best_one_that_was_found": "grid",
+    "test_curves.py::test_both_get_the_numbers_of_the_metrics_and_a_resumed_run_continues": "tensorboard wandb",
     "test_profiling.py::test_a_trace_names_phases_and_actions": "profile",
     "test_profiling.py::test_what_cannot_be_written_is_refused_before_the_run": "memory_snapshot",
     "test_settings.py::test_collectives_wait_as_long_as_the_timeout_says": "timeout"}
