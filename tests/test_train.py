@@ -306,7 +306,7 @@ def test_the_second_line_says_which_part_a_rank_has(flags, has):
 
 def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
     prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
-    monkeypatch.setattr(generate, "sample", lambda model, prompt, length: (
+    monkeypatch.setattr(generate, "sample", lambda model, prompt, *_: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
     settings = rules.parse("--sample-prompt ab".split())
     generate.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))

@@ -28,7 +28,7 @@ def run(flags: str | list[str], state: job.RunState | None = None) -> str:
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
     unseen = open_samples(settings, settings.data.val_data, None) if settings.data.val_data else None
     stop, printed = faults.Stop(settings.run.time_limit), io.StringIO()
-    shorter = patch.object(generate, "sample", lambda model, prompt, count: sample(model, prompt, 16))
+    shorter = patch.object(generate, "sample", lambda model, prompt, count, *rest: sample(model, prompt, 16, *rest))
     with shorter, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             train.train(job.Run(settings, samples, unseen, torch.device("cpu"), "as asked", state or job.RunState(),
