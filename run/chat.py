@@ -180,6 +180,18 @@ class Template:
         return render_jinja_template([messages], chat_template=CHATML, add_generation_prompt=add_generation_prompt,
                                      **variables)[0][0]
 
+    def end_of_answer(self) -> str:
+        """The marker behind an answer: its end, or where no end is written, the beginning of the next message. "" if
+        the template refuses a short conversation."""
+        asked, answered = dict(role="user", content="Hi"), dict(role="assistant", content=PROBES[0])
+        try:
+            text = self.render([asked, answered, asked], {})
+            after = text[text.rindex(PROBES[0]) + len(PROBES[0]):].lstrip()
+        except Exception:  # what strangers' templates lead to
+            return ""
+        marker = re.match(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\S+", after)
+        return marker[0] if marker else ""
+
     def source(self, variables: dict[str, Any]) -> str:
         """The template that these variables choose: there may be one for tools."""
         if self.template:

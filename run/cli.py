@@ -134,10 +134,10 @@ def check_paths(settings: Config) -> None:
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
         if path and name != "checkpoint_dir":
             check_folder(f"{flag(name)} {path}", Path(path))
-    for name in ("tensorboard", "wandb"):  # each is a flag and the package that it needs
+    for name, package in dict(tensorboard="tensorboard", wandb="wandb", sample_chat="transformers").items():
         value = getattr(run, name)
-        need(not value or run.dry_run or is_installed(name),
-             f"{flag(name)} {value}: needs a package that is not installed: pip install {name}")
+        need(not value or run.dry_run or is_installed(package),
+             f"{flag(name)} {value}: needs a package that is not installed: pip install {package}")
     for name in ("memory_snapshot", "metrics"):
         if path := getattr(run, name):
             taken = [folder for folder in (run.checkpoint_dir, run.export_hf) if folder]

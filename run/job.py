@@ -135,7 +135,7 @@ class Run:
         self.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), self.training.corpus)
         if asked.sample_prompt:
             self.codec = agree(lambda: codec_of(self.training.corpus, self.tokenizer), self.host)
-            agree(lambda: self.codec and self.codec.prompt(asked.sample_prompt), self.host)
+            agree(lambda: self.codec and self.codec.prompt(asked.sample_prompt, asked.sample_chat), self.host)
         path, step = self.resumed, self.state.step
         if asked.checkpoint_dir and (step < settings.optim.steps or (asked.export_hf and not path)):
             pieces = list(checkpoint.pieces_of_run(optimizer, self.model.routers, self.groups, saving=True))
@@ -427,10 +427,21 @@ def finish(run: Run) -> None:
             raise faults.Failure(f"--export-hf: {error}") from None
     if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
-        if run.codec:
+        guessing = math.log(settings.model.vocab)
+        if not is_worth_reading(log.last_loss, guessing):
+            if log.is_first_rank:
+                print(f"no sample: at a loss of {log.last_loss:.2f} it would be noise (guessing has {guessing:.2f})",
+                      file=sys.stderr)
+        elif run.codec:
             generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
         elif log.is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
+
+
+def is_worth_reading(loss: float | None, guessing: float) -> bool:
+    """Whether a sample after training says something: at half of the loss of guessing, ln(vocab), words begin to look
+    like words. loss: None if nothing was trained: whoever only samples gets a sample."""
+    return loss is None or loss < guessing / 2
 
 
 def validation_loss(run: Run) -> float | None:

@@ -56,6 +56,7 @@ class Codec(NamedTuple):
     """Text to tokens and back: by a tokenizer of the tokenizers library, or as bytes if that is None."""
     separator: int | None  # the token that begins a document
     tokenizer: Any = None
+    path: str = ""  # of the tokenizer.json
 
     def encode(self, text: str) -> list[int]:
         content = text.encode(errors="surrogateescape")  # of a command line: its bytes, which may be no UTF-8
@@ -63,14 +64,31 @@ class Codec(NamedTuple):
             return self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
         return list(content)
 
-    def prompt(self, text: str) -> list[int]:
-        """The tokens of --sample-prompt, which begins a document. Raises ValueError if the tokenizer has none."""
+    def prompt(self, text: str, chat: bool = False) -> list[int]:
+        """The tokens of --sample-prompt, which begins a document. chat: it is a user's message, and the template asks
+        for the answer to it. Raises ValueError if the tokenizer has no tokens for it."""
+        messages = [dict(role="user", content=text)]
+        template = Template(self.path) if chat else None
         try:
-            tokens = [*([] if self.separator is None else [self.separator]), *self.encode(text)]
+            tokens = self.encode(template.render(messages, {}, add_generation_prompt=True) if template else text)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
+        is_begun = chat and tokens[:1] == [self.separator]  # by the template
+        if self.separator is not None and not is_begun:
+            tokens = [self.separator, *tokens]
         need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
         return tokens
+
+    def ends(self, chat: bool) -> list[list[int]]:
+        """The sequences of tokens at which a text is over, or, with `chat`, an answer."""
+        found = {self.separator} - {None}
+        if self.tokenizer:
+            with contextlib.suppress(ValueError):  # a tokenizer without a token between documents
+                found |= set(marks_of(self.tokenizer, self.path)) - {None}
+        sequences = [[token] for token in sorted(found)]
+        if chat and (end := Template(self.path).end_of_answer()):
+            sequences.append(self.encode(end))
+        return sequences
 
     def decode(self, tokens: list[int]) -> str:
         if self.tokenizer:
@@ -90,7 +108,7 @@ def codec_of(corpus: Any, folder: str) -> Codec | None:
         most = largest_id(tokenizer)
         need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab, or "
                                   "give --sample-prompt=, which needs no tokenizer")
-        return Codec(None if corpus.is_text else corpus.separator, tokenizer)
+        return Codec(None if corpus.is_text else corpus.separator, tokenizer, path)
     return Codec(BYTES_SEPARATOR) if corpus.is_text else None
 
 
