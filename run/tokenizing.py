@@ -86,8 +86,14 @@ class Codec(NamedTuple):
             with contextlib.suppress(ValueError):  # a tokenizer without a token between documents
                 found |= set(marks_of(self.tokenizer, self.path)) - {None}
         sequences = [[token] for token in sorted(found)]
-        if chat and (end := Template(self.path).end_of_answer()):
-            sequences.append(self.encode(end))
+        if chat:
+            text, is_end = Template(self.path).end_of_answer()
+            tokens = self.encode(text)
+            if not is_end:  # a model has learned the first token that says something, see `targets_of`
+                offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+                says = [place for place, (start, stop) in enumerate(offsets) if text[start:stop].strip()]
+                tokens = tokens[:says[0] + 1] if says else []
+            sequences.append(tokens)
         return sequences
 
     def decode(self, tokens: list[int]) -> str:
