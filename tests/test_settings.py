@@ -79,6 +79,8 @@ ELSEWHERE = {  # test -> its fields
     "test_checkpoint.py::test_a_downloaded_model_is_tuned_in_two_commands": "init_from export_hf",
     "test_train.py::test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end": "metrics",
     "test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process": "sample_prompt",
+    "test_generate.py::test_flags_become_settings_of_train":
+        "sample_chat sample_tokens sample_temperature sample_top_k sample_top_p sample_seed",
     "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not": "device",
     "test_faults.py::test_a_time_limit_ends_a_run_which_without_out_saves_nothing": "time_limit",
     "test_kernels.py::test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch": "kernels",

@@ -76,7 +76,8 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """Of ten validation samples every grid takes each once, whatever its micro-batches."""
     (tmp_path / "unseen.txt").write_text(UNSEEN)
     flags = (f"--data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 4 --lr 0.01 "
-             f"--global-batch 8 --mask-documents --eval-every 2 --eval-steps 2 --sample-prompt import")
+             f"--global-batch 8 --mask-documents --eval-every 2 --eval-steps 2 --sample-prompt import "
+             "--sample-top-k 60 --sample-top-p 0.9 --sample-temperature 1.5")
     grids = [(1, "--micro-batch 1"), (2, "--micro-batch 2"), (2, "--micro-batch 4 --zero 3"),
              (2, "--cp 2 --cp-style ring"), (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"),
              (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3"),
