@@ -7,6 +7,7 @@ import contextlib
 import gc
 import math
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from run.ranks import HostCopy, agree, gather_objects, host_group, meet
 from run.tokenizing import Codec, codec_of
 
 BEFORE = "before the first step"
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -407,10 +409,8 @@ def finish(run: Run) -> None:
         state.activity = "saving"
         problem = run.saver.finish()
     if guard.stopping and log.is_first_rank:
-        saved = (f"continue with --checkpoint-dir {asked.checkpoint_dir} --resume auto" if asked.checkpoint_dir
-                 else "nothing is saved: there is no --checkpoint-dir")
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
-              f"({guard.stop.reason or 'on another rank'}): {saved}")
+              f"({guard.stop.reason or 'on another rank'})")
     if log.last_loss is not None and state.skipped == state.step and not guard.stopping:
         problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
                               "--lr, or look at the data and the weights that the run began with")
@@ -436,6 +436,43 @@ def finish(run: Run) -> None:
             generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
         elif log.is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
+    if log.last_loss is not None and log.is_first_rank:
+        print("\n".join(what_next(run)), flush=True)
+
+
+def what_next(run: Run) -> list[str]:
+    """Two lines of commands after training: one that continues it, and others that sample, export and draw its losses.
+    They can be pasted into the shell from which the run was started."""
+    asked, state, ranks = run.settings.run, run.state, run.groups["world"].size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks == 1:
+        start = "python train.py"
+    elif ranks == here:
+        start = f"torchrun --nproc_per_node={ranks} train.py"
+    else:
+        start = (f"torchrun --nnodes={ranks // here} --nproc_per_node={here} --rdzv_backend=c10d "
+                 f"--rdzv_endpoint={os.environ.get('MASTER_ADDR')}:29500 train.py")
+    steps = "" if state.step < run.settings.optim.steps else f" --steps {2 * state.step}"
+    folder, anyway = quoted(asked.checkpoint_dir), " --allow-mismatch" if asked.allow_mismatch else ""
+    first, others = "nothing is saved: --checkpoint-dir FOLDER would save it, to continue, sample or export", []
+    if asked.checkpoint_dir:
+        first = f"{start} --checkpoint-dir {folder} --resume auto{steps}{anyway}"
+        if run.training.corpus.is_text or run.tokenizer:
+            prompt = asked.sample_prompt if asked.sample_prompt.isprintable() else ""
+            others.append(f"python -m run.generate {folder} --prompt {shlex.quote(prompt or 'The ')}{anyway}")
+        with contextlib.suppress(ValueError):  # for a model that no class of transformers has
+            huggingface.exportable(run.settings.model)
+            others.append(f"python -m run.checkpoint export {folder} {quoted(f'{asked.checkpoint_dir}-hf')}")
+    if os.path.isfile(asked.metrics):
+        others.append(f"python -m learn.pictures loss {quoted(asked.metrics)}")
+    away = "" if os.path.samefile(os.curdir, ROOT) else f"cd {shlex.quote(str(ROOT))}; "  # where the commands work
+    lines = [away * bool(asked.checkpoint_dir) + first, *([away + "; ".join(others)] if others else [])]
+    return [label + line for label, line in zip(("next    ", "        "), lines)]
+
+
+def quoted(path: str) -> str:
+    """A path for a command in the project's folder."""
+    return shlex.quote(path if os.path.samefile(os.curdir, ROOT) else os.path.abspath(path))
 
 
 def is_worth_reading(loss: float | None, guessing: float) -> bool:
