@@ -3,9 +3,11 @@ import contextlib
 import gc
 import math
 import os
+import shlex
 import signal
 import sys
 import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
@@ -23,6 +25,7 @@ import train
 from core import config, rules
 from core.collectives import ALONE
 from core.groups import build_groups
+from learn import pictures
 from model import Llama
 from plan import costs, search
 from run import checkpoint, cli, device, dryrun, generate, job, log
@@ -47,13 +50,78 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     records, lines = metrics(file), (tmp_path / "stdout").read_text().splitlines()
     (saved,), steps = cli.checkpoints_in(tmp_path / "out"), len(records)
     for line, has in zip(lines, ("device", "grid", "512 tokens", "31,968 parameters", "data", f"trained {steps} steps",
-                                 f"continue with --checkpoint-dir {tmp_path}/out --resume auto"), strict=True):
+                                 f"ended after {steps} of 100000 steps, as asked (SIGTERM)",
+                                 f"python train.py --checkpoint-dir {tmp_path}/out --resume auto", "-m run.generate "
+                                 f"{tmp_path}/out --prompt"), strict=True):
         assert has in line
     assert cli.step_of(saved) == steps
     checkpoint.verify(saved)
     assert [record["step"] for record in records] == list(range(steps))
     assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[59]["loss"] < 4
     assert records[0]["mfu"] is None and records[0]["comm_gb"] == {}  # a CPU has no peak to be compared with
+
+
+@pytest.fixture
+def pasted(monkeypatch):
+    """What the commands of a line do, in this process, in the project's folder."""
+    def call(words: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", words[1:])
+        monkeypatch.setattr(os, "execv", lambda program, arguments: print(run(arguments[2:])))
+        programs = {"train.py": lambda words: print(run(words)), "run.generate": generate.main,
+                    "run.checkpoint": lambda words: checkpoint.main(), "learn.pictures": pictures.main}
+        programs[words[1] if words[0] == "-m" else words[0]](words[1 + (words[0] == "-m"):])
+
+    def paste(line: str) -> None:
+        for command in line.removeprefix("next").strip().split("; "):
+            program, *words = shlex.split(command)
+            if program == "cd":
+                assert words == [ROOT]
+                monkeypatch.chdir(ROOT)
+            else:
+                assert program == "python"
+                call(words)
+    return paste
+
+
+def test_what_a_run_says_to_do_next_can_be_pasted(pasted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path / "pictures")
+    said = run([*f"{SMALL} --data {ROOT}/pp.py --steps 2 --metrics m.jsonl".split(), "--checkpoint-dir", "my run",
+                "--sample-prompt", "it's"])
+    first, second = said.splitlines()[-2:]
+    assert first.startswith("next    ") and second.startswith("        ")
+    pasted(second)
+    printed, saved = capsys.readouterr().out, tmp_path / "my run"
+    assert "\nit's" in printed and f"\nexported {saved}/step-000002 to {saved}-hf\n" in printed
+    assert (tmp_path / "my run-hf" / "model.safetensors").exists() and (tmp_path / "pictures" / "loss.svg").exists()
+    pasted(first)
+    assert "trained 4 steps" in capsys.readouterr().out and len(metrics(tmp_path / "m.jsonl")) == 4
+
+
+def test_next_is_only_what_can_be_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.arange(400, dtype=np.uint16) % 256)
+    # Of a model that no class of transformers has:
+    flags = f"{SMALL} --warmup 0 --data {tokens} --steps 1 --qk-norm --qkv-bias"
+    assert run(flags).splitlines()[-1].startswith("next    nothing is saved: --checkpoint-dir FOLDER ")
+    *_, before, last = run(f"{flags} --checkpoint-dir {tmp_path}/out --allow-mismatch").splitlines()
+    assert last == f"next    python train.py --checkpoint-dir {tmp_path}/out --resume auto --steps 2 --allow-mismatch"
+    assert "run.generate" not in before
+    assert "next " not in run(f"--resume {tmp_path}/out")  # nothing was trained
+
+
+@pytest.mark.parametrize("here, start", [
+    (8, "torchrun --nproc_per_node=8 train.py"),
+    (4, "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=first:29500 train.py")])
+def test_a_run_of_several_ranks_is_continued_by_torchrun(monkeypatch, tmp_path, here, start):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    corpus, world = SimpleNamespace(is_text=True), SimpleNamespace(size=8)
+    settings = rules.parse(["--checkpoint-dir", str(tmp_path), "--steps", "5"])
+    line, _ = job.what_next(job.Run(settings, SimpleNamespace(corpus=corpus), None, None, "", job.RunState(step=3),
+                                    groups=dict(world=world)))
+    assert line.endswith(f"{start} --checkpoint-dir {tmp_path} --resume auto")
 
 
 def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tuple[list[dict], str]]:
