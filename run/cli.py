@@ -14,7 +14,9 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -299,10 +301,34 @@ def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
     os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
 
 
-def say(line: str) -> None:
+def say(line: str, program: str = "train.py") -> None:
     from tqdm import tqdm
-    tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
+    tqdm.write(f"{program}: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
     sys.stderr.flush()
+
+
+SOON_S, LATER_S = 5, 30  # after which a line says what is waited for, and after which another one does
+
+
+@contextlib.contextmanager
+def told_if_slow(what: str, program: str = "train.py") -> Iterator[None]:
+    """Say what the body does, if it takes longer than a few seconds, and go on saying how long it has taken. Only the
+    first rank says it. what: such as "saving a checkpoint"."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = SOON_S
+        while not over.wait(pause):
+            say(f"{what}: {time.monotonic() - began:.0f} s so far", program)
+            pause = LATER_S
+
+    thread = threading.Thread(target=tell, daemon=True)
+    if os.environ.get("RANK", "0") == "0":
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 speaking = contextvars.ContextVar("speaking", default=False)  # whether this rank does what no other one does

@@ -49,7 +49,7 @@ from core.config import need, setting
 from core.param import IGNORED
 from run import cli
 from run.chat import Rendered
-from run.cli import note
+from run.cli import note, told_if_slow
 from run.texts import (
     KINDS,
     PACKED,
@@ -348,14 +348,16 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
     data, weights = settings.data, () if seed is None else settings.data.weights()
     dtype, separator = settings.before_defaults.get("data_dtype", data.data_dtype), data.separator
     try:
-        found = find(paths)
+        with told_if_slow("looking for files of data"):
+            found = find(paths)
         if kind_of(found, paths) == "text":
             check_apart(settings, paths)
             if folder := tokenizer_of(settings):
                 found, separator = tokenized(settings, found, bool(weights), folder), -1
         if not settings.run.allow_mismatch:
             check_tokenizers(settings)
-        corpus = Corpus(paths, settings.model.vocab, dtype, separator, weights=weights, found=found)
+        with told_if_slow("reading the data"):
+            corpus = Corpus(paths, settings.model.vocab, dtype, separator, weights=weights, found=found)
     except OSError as error:
         raise ValueError(cannot_be_read(error.filename or " ".join(paths), error)) from None
     return Samples(corpus, settings.batch.seq_len, seed, data.mask_documents)

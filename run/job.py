@@ -127,12 +127,15 @@ class Run:
         self.optimizer, settings, asked, saved = optimizer, self.settings, self.settings.run, {}
         if asked.resume:
             found = agree(lambda: cli.candidates(asked.resume, asked.checkpoint_dir), self.host)
-            self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
+            with cli.told_if_slow("comparing the checkpoint's files with their checksums"):
+                self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
             saved = cli.read_run(self.resumed)
             agree(lambda: check_data(self.training, saved, settings), self.host)
             restore(self, self.resumed, saved)
         else:
-            agree(lambda: load_first(self, initial_weights(settings)), self.host)
+            doing = f"reading the weights of {asked.init_from}" if asked.init_from else "drawing the initial weights"
+            with cli.told_if_slow(doing):
+                agree(lambda: load_first(self, initial_weights(settings)), self.host)
         self.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
         self.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), self.training.corpus)
         if asked.sample_prompt:
@@ -223,7 +226,8 @@ def started(settings: config.Config) -> Iterator[Run]:
         torch.cuda.set_device(chosen)
     try:
         if "WORLD_SIZE" in os.environ:
-            store = meet(run.timeout)
+            with cli.told_if_slow("waiting for the other ranks to start"):
+                store = meet(run.timeout)
         stop.listen()  # until here a signal ends the process: there is nothing to save
         if store and "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
@@ -384,13 +388,15 @@ def pause(run: Run, due: set[str]) -> dict:
     after = f"after step {state.step - 1}"
     if run.validation and "evaluate" in due and not guard.stopping:
         state.activity = f"evaluating {after}"
-        record["val_loss"] = validation_loss(run)
+        with cli.told_if_slow(state.activity):
+            record["val_loss"] = validation_loss(run)
     saves = run.saver and ("save" in due or guard.stopping)
     if asked.check_replicas and ("check" in due or saves):
         record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, run.groups)
     if saves:  # in the background
         state.activity = f"saving {after}"
-        record["save_wait_s"] = run.saver.save(state.step, description(run))
+        with cli.told_if_slow("waiting for the save before this one"):
+            record["save_wait_s"] = run.saver.save(state.step, description(run))
         record["save_gb_per_s"] = run.saver.bytes_per_s / 1e9
     return record
 
@@ -407,7 +413,8 @@ def finish(run: Run) -> None:
     log.close(state.step, state.tokens)
     if run.saver:
         state.activity = "saving"
-        problem = run.saver.finish()
+        with cli.told_if_slow(f"saving the checkpoint of step {state.step}"):
+            problem = run.saver.finish()
     if guard.stopping and log.is_first_rank:
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
               f"({guard.stop.reason or 'on another rank'})")
@@ -421,8 +428,9 @@ def finish(run: Run) -> None:
         dtype = settings.precision.dtype
         path = Path(asked.checkpoint_dir, f"step-{state.step:06d}") if run.saver else run.resumed
         try:
-            agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
-                  run.host)
+            with cli.told_if_slow(f"exporting the model to {asked.export_hf}"):
+                agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
+                      run.host)
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
     if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
@@ -433,7 +441,8 @@ def finish(run: Run) -> None:
                 print(f"no sample: at a loss of {log.last_loss:.2f} it would be noise (guessing has {guessing:.2f})",
                       file=sys.stderr)
         elif run.codec:
-            generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
+            with cli.told_if_slow("sampling"):
+                generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
         elif log.is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
     if log.last_loss is not None and log.is_first_rank:

@@ -22,7 +22,7 @@ from core.groups import AXES
 from core.param import DTYPES, Spec, is_first_replica
 from plan import costs, machines
 from plan.memory import format_bytes
-from run.cli import METRIC, is_stdout, say
+from run.cli import LATER_S, METRIC, SOON_S, is_stdout, say
 from run.device import memory_of_rank, uses_kernels
 
 
@@ -43,6 +43,7 @@ class Log:
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
         self.metrics_begun = self.metrics_failed = self.said_empty = False
         self.curves: list[TensorBoard | Wandb] = []
+        self.next_line = math.inf  # when the next line of progress is due, by time.monotonic
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, model, samples) -> None:
@@ -77,6 +78,7 @@ class Log:
         self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
                         disable=not self.is_first_rank or not sys.stderr.isatty())
         self.metrics_begun = False
+        self.next_line = time.monotonic() + SOON_S
         self.for_each_curve(lambda curve: curve.begin(step))
 
     def for_each_curve(self, work: Callable[["TensorBoard | Wandb"], None]) -> None:
@@ -141,7 +143,9 @@ class Log:
         progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
         self.bar.set_postfix_str(progress, refresh=False)
         self.bar.update()
-        if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
+        is_due = done % max(1, steps // 20) == 0 or done == steps or time.monotonic() >= self.next_line
+        if self.is_first_rank and self.bar.disable and is_due:
+            self.next_line = time.monotonic() + LATER_S
             print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
 
     def print_validation_loss(self, steps: int, loss: float | None) -> None:
