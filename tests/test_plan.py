@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import grids
 import pytest
 from program import ROOT
+from tqdm import tqdm
 
 import muon
 import plan.__main__
@@ -981,6 +982,16 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     grid = settings.grid
     assert (grid.tp, grid.pp, grid.cp, grid.dp, grid.zero, grid.schedule) == (4, 2, 1, 2, 0, "zb-h1")
     assert (settings.batch.micro_batch, settings.precision.recompute) == (2, "full")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_shows_how_far_a_search_is(monkeypatch, capsys, rank):
+    """A bar for the grids that are tried, and one for the best of them, which are simulated."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(search, "tqdm", lambda *given, delay, **named: tqdm(*given, **named))  # at once
+    auto("--preset tiny --global-batch 4 --schedule 1f1b --recompute none", 2, MACHINES["h100"])
+    said = capsys.readouterr().err
+    assert ("searching: " in said, "simulating: " in said) == (rank == "0", rank == "0")
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit():

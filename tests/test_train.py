@@ -28,7 +28,7 @@ from core.groups import build_groups
 from learn import pictures
 from model import Llama
 from plan import costs, search
-from run import checkpoint, cli, device, dryrun, generate, job, log
+from run import checkpoint, cli, data, device, dryrun, generate, job, log
 from run.data import open_samples
 from run.tokenizing import Codec
 
@@ -310,6 +310,55 @@ def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
         progress.write(dict(step=step, loss=0.5, tokens_per_s=1234.4))
     lines = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == [f"step {done}" for done in (*range(2, 45, 2), 45)]
+
+
+def test_slow_steps_have_a_line_after_five_seconds_and_then_every_thirty(capsys, monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(log.time, "monotonic", lambda: clock)
+    progress = log.Log(rules.parse("--steps 1000 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
+    progress.begin(0)
+    for step in range(49):  # the 50th has a line because a twentieth of the steps is done
+        clock += 3.0
+        progress.write(dict(step=step, loss=0.5, tokens_per_s=1.0))
+    lines = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["step 2", "step 12", "step 22", "step 32", "step 42"]
+
+
+def slowly(function):
+    def slow(*arguments, **named):
+        time.sleep(0.15)
+        return function(*arguments, **named)
+    return slow
+
+
+def test_what_takes_long_says_what_it_is(tmp_path, monkeypatch, capsys):
+    """Here everything takes long, and long is a twentieth of a second."""
+    monkeypatch.setattr(cli, "SOON_S", 0.05)
+    for module, name in ((data, "find"), (data, "Corpus"), (job, "load_first"), (job, "find_whole"), (job, "mean_loss"),
+                         (checkpoint.Saver, "finish"), (checkpoint, "export"), (generate, "sample")):
+        monkeypatch.setattr(module, name, slowly(getattr(module, name)))
+    flags = f"{SMALL} --warmup 0 --data {ROOT}/pp.py --val-data {ROOT}/dp.py --global-batch 4 --eval-steps 1"
+    said = run(f"{flags} --steps 1 --checkpoint-dir {tmp_path}/out --export-hf {tmp_path}/hf --sample-prompt a")
+    said += run(f"{flags} --steps 2 --resume {tmp_path}/out") + run(f"{flags} --init-from {tmp_path}/hf --steps 0")
+    said += capsys.readouterr().err  # of what comes before the ranks have met
+    for doing in ("looking for files of data", "reading the data", "drawing the initial weights",
+                  f"reading the weights of {tmp_path}/hf", "comparing the checkpoint's files with their checksums",
+                  "evaluating after step 0", "waiting for the save before this one", "saving the checkpoint of step 1",
+                  f"exporting the model to {tmp_path}/hf", "sampling"):
+        assert f"train.py: {doing}: 0 s so far\n" in said, doing
+
+
+def test_only_the_first_rank_says_that_it_takes_long_and_nobody_afterwards(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "SOON_S", 0.02)
+    monkeypatch.setattr(cli, "LATER_S", 0.02)
+    for rank, lines in ("0", 2), ("1", 0):
+        monkeypatch.setenv("RANK", rank)
+        with cli.told_if_slow("waiting", "this"):
+            time.sleep(0.15)
+        said = capsys.readouterr().err
+        assert said.count("this: waiting: 0 s so far\n") >= lines and bool(said) == bool(lines)
+        time.sleep(0.1)
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("noise, line", [
