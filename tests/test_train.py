@@ -442,6 +442,8 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
         assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
         assert flags[:2] == [wanted, str(tmp_path)] and flags[flags.index("--steps") + 1] == "0"
         assert f"--sample-prompt={prompt}" in flags and "--prompt" not in flags
+        settings = config.read([word for word in flags if word != str(tmp_path)][1:])
+        assert not any(settings[name] for name in ("metrics", "tensorboard", "wandb", "checkpoint_dir"))
     assert called[0][-3:-1] == ["--tp", "2"]
     for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
                   [str(tmp_path), "--tp", "--prompt"], [str(tmp_path), "--prompt", ""]):
