@@ -62,7 +62,9 @@ def test_a_text_is_over_when_every_row_has_had_an_end():
     assert 6 <= last < 20
     assert torch.equal(sample(llama, prompt, 20, ends=ends), whole[:, :3 + last])
     assert end_in([1, 2, 3], [[3], [2, 3], [2]]) == 2 and end_in([1], [[2], [1, 1]]) == 0 == end_in([], [[1], []])
-    assert len(sample(llama, prompt[:1], 5, ends=[[0], prompt[0].tolist()])[0]) == 8  # the prompt's are not an end
+    alone = sample(llama, prompt[:1], 5)
+    across = alone[0, 2:4].tolist()  # a prompt's last token and the first that is drawn are no end
+    assert torch.equal(sample(llama, prompt[:1], 5, ends=[across]), alone)
 
 
 def drawn_by(group_of: str) -> list[int]:
@@ -89,7 +91,7 @@ def test_a_chat_asks_as_transformers_does_and_ends_where_training_taught_it(fold
                   tokenizing.read_tokenizer(path), path)
     want = judge.apply_chat_template(conversation[:1], add_generation_prompt=True, tokenize=True, return_dict=False)
     prompt = codec.prompt("2 + 2?", chat=True)
-    assert prompt == (want if want[0] == codec.separator else [codec.separator, *want])
+    assert prompt == [codec.separator, *want]
 
     (folder / "a.jsonl").write_text(json.dumps(conversation))
     tokenizing.tokenize([str(folder / "a.jsonl")], path, str(folder / "a.bin"))
@@ -103,6 +105,14 @@ def test_a_chat_asks_as_transformers_does_and_ends_where_training_taught_it(fold
             seen += 1
         length = end_in(learned[:seen], codec.ends(chat=True))
         assert length > 0 and judge.decode(learned[:seen - length]).strip().endswith("It is 4.")
+
+
+def test_a_chat_whose_template_writes_the_separator_begins_once(folder):
+    judge, path = chats.publish(folder, chats.TEMPLATES["llama 2"][0]), str(folder / "tokenizer.json")
+    codec = Codec(judge.convert_tokens_to_ids("<s>"), tokenizing.read_tokenizer(path), path)
+    want = judge.apply_chat_template([dict(role="user", content="a?")], tokenize=True, add_generation_prompt=True,
+                                     return_dict=False)
+    assert codec.prompt("a?", chat=True) == want and want[0] == codec.separator != want[1]
 
 
 def test_a_chat_in_bytes_is_chatml():
