@@ -413,7 +413,8 @@ def test_a_prompt_of_which_nothing_stays_is_refused(tmp_path):
         Codec(None, tokenizer).prompt("b")
 
 
-@pytest.mark.parametrize("name", ["checkpoint-dir", "metrics", "export-hf", "profile", "memory-snapshot"])
+@pytest.mark.parametrize("name", ["checkpoint-dir", "metrics", "export-hf", "tensorboard", "profile",
+                                  "memory-snapshot"])
 def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
     """It would be text of the resumed run. Of folders with token files these alone are read, hidden files never."""
     (tmp_path / "a.txt").write_text("text" * 99)
