@@ -138,6 +138,7 @@ def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ende
     (partial(bench.check, ["ep"], ranks=1), "--layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
     (partial(bench.check, ["gpu", "dp"], ranks=1), "", "gpu shares no run: its flags are not those of train.py"),
     (partial(bench.check, ["dp", "train"], ranks=4), "", "train is for one process, not 4 ranks: run python -m "),
+    (partial(bench.check, ["gpu"], ranks=1), "--limt 3", "--limt 3: gpu knows --limit"),  # also without a GPU
     pytest.param(partial(bench.check, ["gpu"], ranks=1), "", "gpu needs a GPU, and there is none here",
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"))])
 def test_what_a_part_cannot_do_is_refused_in_a_line(refuse, flags, message):
