@@ -40,7 +40,7 @@ Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t 
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,15 @@ def row_options(H: int) -> dict:
 #     dx = rstd (g - x_hat mean(g x_hat)) + dtotal         the bracket has no component along x_hat
 #     dweight = sum over rows of dy x_hat
 
-PROGRAMS = 264  # they share the rows: two programs per SM of an H100 or H200
+PROGRAMS_PER_SM = 2
+
+
+@cache
+def count_programs(device: torch.device) -> int:
+    """Return how many programs share the rows. The interpreter runs as many as on a GPU with one SM."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return PROGRAMS_PER_SM * sms
+
 
 
 @triton.jit
@@ -184,8 +192,9 @@ def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tens
     """
     x, dy, dtotal = x.contiguous(), dy.contiguous(), None if dtotal is None else dtotal.contiguous()
     H, T = len(weight), x.numel() // len(weight)
-    dx, dweights = torch.empty_like(x), x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
-    launch(rms_norm_backward_kernel, (len(dweights),), dy, dtotal, x, weight, dx, dweights, eps, T, H, **row_options(H))
+    programs = min(T, count_programs(x.device))
+    dx, dweights = torch.empty_like(x), x.new_empty(programs, H, dtype=torch.float32)
+    launch(rms_norm_backward_kernel, (programs,), dy, dtotal, x, weight, dx, dweights, eps, T, H, **row_options(H))
     return dx, dweights.sum(0)
 
 

@@ -172,17 +172,19 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
 
 
 def measure_norm_programs() -> Result:
-    """RMSNorm's backward in a residual stream, with other kernels.PROGRAMS: 2, 4 and 8 programs per SM."""
+    """RMSNorm's backward in a residual stream, with 2, 4 and 8 programs per SM."""
     def backward(programs: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
-        with patch.object(kernels, "PROGRAMS", programs):
+        with patch.object(kernels, "count_programs", lambda device: programs):
             return kernels.rms_norm_backward(dy, dtotal, x, weight, 1e-5)
 
     def exact(dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         dx, dweight = norm_backward(dy, x, weight)
         return dx + dtotal, dweight
 
-    return compare({f"{programs} programs": partial(backward, programs) for programs in (kernels.PROGRAMS, 528, 1056)},
-                   random_tensors(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H), in_fp64(exact),
+    inputs = random_tensors(*[(T, H)] * 3, (H,))
+    default = kernels.count_programs(inputs[0].device)
+    return compare({f"{times * default} programs": partial(backward, times * default) for times in (1, 2, 4)},
+                   inputs, bytes_rate(8 * T * H), in_fp64(exact),
                    partial(random_tensors, *[(S, H)] * 3, (H,)))
 
 
