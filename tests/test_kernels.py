@@ -49,6 +49,13 @@ def uses_kernels(monkeypatch, request):
     monkeypatch.setattr(operations, "uses_kernels", lambda x: getattr(request, "param", True))
 
 
+def test_programs_that_share_rows_are_two_per_sm_of_the_gpu(monkeypatch):
+    for sms in 132, 78:  # an H200, an H20
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda device, sms=sms: SimpleNamespace(multi_processor_count=sms))
+        assert kernels.count_programs.__wrapped__(torch.device("cuda")) == 2 * sms
+
+
 kernel_or_torch = pytest.mark.parametrize("uses_kernels", [False, True], indirect=True)
 
 
@@ -57,7 +64,7 @@ kernel_or_torch = pytest.mark.parametrize("uses_kernels", [False, True], indirec
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 16), (1, 1), (20, 1000), (1, 2 ** 15)])
 def test_rms_norm(shape, monkeypatch, uses_kernels):
     """Alone, where the stream is returned, too, and of a sum."""
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than rows, and no divisor
+    monkeypatch.setattr(kernels, "count_programs", lambda device: 3)  # fewer than rows, and no divisor
     x, weight, residual = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, seed=2)
     compare(*(lambda x, weight, norm=norm: norm(x, weight)[1] for norm in NORM[:2]), [x, weight])
     compare(*NORM[:2], [x, weight])
