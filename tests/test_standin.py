@@ -183,7 +183,7 @@ def test_experts_on_one_rank_are_launched_together_and_counted_on_the_device(run
     calls = last_step(run("experts", 3)[0])
     launched = Counter(call.name for call in calls)
     assert launched["expert_gradients_kernel"] == launched["sum_rows_kernel"] == 3 * 2
-    assert launched["matmul"] == 3 * (2 * 3 + 1) + 3  # qkv, out; the router forward, which is fp32 in backward; the head
+    assert launched["matmul"] == 3 * (2 * 3 + 1) + 3  # qkv, out; the router, fp32 in backward; the head
     copied = [call for call in calls if call.name == "memory" and
               any(how == "w" and start < 1 << 60 for how, start, _ in call.touches)]
     assert copied == [], "the host reads no counts"
