@@ -189,6 +189,8 @@ def on_a_small_cpu():
 BF16 = {"bf16", *config.FP8_RECIPES}
 SMALL_ROWS = [  # function, arguments, its contenders
     ("norm_programs", (), {"2 programs", "4 programs", "8 programs"}),  # of one SM
+    ("sum_of_copies", (2,), {"ours", "embedding_bag"}),
+    ("expert_gradients", (3, 40, 48, 16), {"ours", "a matmul per expert"}),
     ("loss", (300, 64), {"ours", "compiled", "eager"}),
     *(("attention", (step, 1, 64, 4, 2, 16), {"ours", "cuDNN", "torch's flash"}) for step in ("forward", "backward")),
     *(("attention", (step, 1, 64, 4, 2, 16, 3), {"ours", "torch's, with a mask"}) for step in ("forward", "backward")),
@@ -357,7 +359,7 @@ def test_check_finds_kernels_that_are_wrong_or_do_not_run(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         check.main(["--preset", "tiny"])
     right = verdicts(capsys)
-    assert not ended.value.code and set(right.values()) == {"ok"} and len(right) == 2 * 8
+    assert not ended.value.code and set(right.values()) == {"ok"} and len(right) == 2 * 9 + 1
     rope_ = kernels.rope_
     monkeypatch.setattr(kernels, "rope_", lambda x, cos, sin, *rest: rope_(x, cos, 1.001 * sin, *rest))
     monkeypatch.setattr(kernels, "swiglu_kernel", Broken("swiglu_kernel"))
