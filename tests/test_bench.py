@@ -237,6 +237,7 @@ def test_kernels_are_listed_by_the_time_that_they_take_which_is_split_by_their_n
             ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"), ("cross_entropy_kernel", "loss"),
             ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"), ("sm90_xmma_gemm_bf16bf16_bf16f32", "GEMM"),
             ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+            ("expert_gradients_kernel", "GEMM"), ("sum_rows_kernel", "elementwise"),
             ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")]:
         assert training.kind_of(kernel) == kind
 
