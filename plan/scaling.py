@@ -163,7 +163,7 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "
           f"(Kaplan et al. 2020) or {critical_batch_of_minimax(loss):.3g} (MiniMax-01), this run's "
           f"{sequences * settings.batch.seq_len:.3g}")
-    if sequences >= 8 and sequences % (8 * settings.grid.dp) == 0:
+    if sequences >= 8 and sequences % (8 * settings.grid.batch_shares) == 0:
         print(f'a ramp in proportion to MiniMax-01\'s: --batch-ramp "{ramp(sequences, settings.batch.seq_len)}"')
     ours, epochs = (ring_seconds(parameters, 4800, 6e15 / 8) for parameters in (count.total, 72e12))
     print("an all-reduce in bf16 round a ring of 23 datacentres, 4,800 km long, at 6 Pb/s each way: "

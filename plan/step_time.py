@@ -167,7 +167,7 @@ class Run(NamedTuple):
     @property
     def micro_batches(self) -> int:
         batch = self.settings.batch
-        return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.dp
+        return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.batch_shares
 
     @property
     def fused(self) -> bool:
