@@ -1,56 +1,59 @@
 """DiLoCo: sites that are far apart train by themselves, and exchange only now and then what they have learned.
 
-Two sites, H = 4. s: an inner step, on the samples of the site. Time runs to the right.
+Two sites, H = 4. s: a step of a site on its own samples. Time runs to the right.
 
-    every step          site 0    s▒s▒s▒s▒s▒s▒s▒s▒          ▒: gradients cross the slow link, after every step: the
-    (dp.py)             site 1    s▒s▒s▒s▒s▒s▒s▒s▒             latency and all bytes, each time
+    every step    compute   s  s  s  s  s  s  s  s        gradients cross the slow link after each step: sites wait
+    (dp.py)       link       ▒▒ ▒▒ ▒▒ ▒▒ ▒▒ ▒▒ ▒▒ ▒▒      for it every time
 
-    plain               site 0    ssss▒▒▒ssss▒▒▒            ▒▒▒: outer gradients cross it, after every H steps: all
-                        site 1    ssss▒▒▒ssss▒▒▒            weights at once, while all ranks wait
+    plain         compute   s s s s      s s s s          changes of all weights cross it after every H steps
+                  link             ▒▒▒▒▒        ▒▒▒▒▒
 
-    in fragments        site 0    ss▒ss▒ss▒ss▒              each time another half of the layers: half of the peak
-                        site 1    ss▒ss▒ss▒ss▒
+    fragments     compute   s s    s s    s s    s s      each time those of another half of the layers: the same
+                  link         ▒▒▒    ▒▒▒    ▒▒▒    ▒▒    bytes, and half of the peak
 
-    overlapped          site 0    ss─ss─ss─ss               the exchange runs under the next tau steps (here 1): nobody
-                        site 1     ▒▒ ▒▒ ▒▒ ▒▒              waits, unless it takes longer than these
+    overlap       compute   s s s s s s s s s s s s       while the site goes on: it waits only if an exchange takes
+                  link          ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒       longer than the next tau steps
 
-The idea: the weights after the last exchange are the same on all sites. Each site takes H steps from there. Where it
-gets to differs, because its samples do. The difference, old weights minus new ones, is treated like a gradient: its
-mean over the sites is the *outer gradient*, and an *outer optimizer* applies it to the old weights:
+The idea: after an exchange all sites have the same weights. Each takes H steps from there, and ends elsewhere, because
+its samples differ. The change, old weights minus new ones, is treated like a gradient. Its mean over the sites is the
+*outer gradient*. An *outer optimizer* applies it to the old weights:
 
-    inner, H times    w = w - (AdamW, Muon or SGD)          a site's weights, by the gradient of the site's samples
+    inner, H times    w = w - update of AdamW, Muon, SGD    each site, by the gradient of its own samples
     outer, once       D = mean over sites of (w_old - w)    the outer gradient
-                      m = mu m + D                          Nesterov's momentum
+                      m = mu m + D                          Nesterov's momentum, as in torch.optim.SGD
                       w_old = w_old - nu (D + mu m)         the same on every site
-                      w = w_old                             the next H steps begin there
+                      w = w_old                             the next H steps begin here
 
-With H = 1, SGD inside, nu = 1 and mu = 0 this is data parallelism: the mean of the sites' weights after one step is the
-weights after a step by the mean gradient.
+With H = 1, SGD inside, nu = 1 and mu = 0 this is data parallelism: the mean of the sites' new weights is what a step by
+the mean of their gradients gives.
 
-Symbols: n sites. H inner steps between two exchanges of a weight (--sync-every). F fragments (--sync-fragments). tau
-steps under an exchange (--sync-overlap). nu, mu: --outer-lr and --outer-momentum. P parameters. Inside a site any grid
-runs: every group of core/groups.py except "sites" has ranks of one site only. A group of "sites" has the ranks with the
-same coordinates in all sites, so they have the same shards of the same weights.
+Symbols: n sites. H steps between two exchanges of a weight (--sync-every). F fragments (--sync-fragments). tau steps
+under an exchange (--sync-overlap). nu, mu: --outer-lr and --outer-momentum. P parameters.
 
-What is shared by all sites: the weights w_old and the momentum m, which are state of the buckets like the moments of
-AdamW, and sharded like them. What each site keeps for itself: its weights between two exchanges; all that its inner
-optimizer remembers (moments, the number of its updates, the loss scale of fp16); and the biases that balance the loads
-of its experts, because these loads are of the site's own ranks. A site whose gradient is not finite skips a step alone.
+Inside a site any grid runs. Its groups (core/groups.py) have ranks of one site only, so the other files do not know of
+sites. A group of the axis "sites" has the ranks with the same coordinates in all sites. They have the same shards of
+the same weights, and nobody else talks across sites.
+
+    all sites have the same    the weights after the last exchange and their momentum. They are state of the buckets
+                               like the moments of AdamW, so they are sharded, saved and resharded like them.
+    each site has its own      weights, between exchanges; the state of its inner optimizer: moments, the number of
+                               updates, the loss scale of fp16; the biases of routers, which balance the loads of the
+                               site's own experts. A site whose gradient is not finite skips the step alone.
 
 Where to read: PlainDiLoCo is the whole idea. Outer is the same over shards, and refines it:
 
     fragments         An exchange takes some of the layers, so the peak of the link falls.     fragment_of, Fragment
-    overlap           An exchange runs under the next tau steps.                               events, Outer
     16 and 8 bits     Outer gradients are sent in bf16, or in 8 bits with a scale per block.   Mean
+    overlap           An exchange runs under the next tau steps.                               events, Outer
 
 Saves: all but 1/H of the bytes between sites, and with them the wait for the slow link.
-Costs: 2 (n-1)/n P elements sent per site and exchange of all weights, so 2 (n-1)/(n H) P per step. Without ZeRO each of
-       the data parallel ranks sends its copy, and with --dp-replicate each replica: use --zero 1 and no replicas.
-       Memory for w_old and m: 8 bytes per element of the optimizer's shard, and 4 more of a fragment while it is sent.
-       A second all-gather of the weights inside a site, after an exchange.
-       The result is not that of data parallelism: with larger H, or more sites, a step may learn less.
-Stops helping when: H inner steps take much longer than an exchange already; or sites have drifted so far apart that
-       the mean of their weights is worse than each of them.
+Costs: A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. (Without ZeRO each
+       data parallel rank sends its copy, and so does each replica of --dp-replicate. Level 1 sends one copy.)
+       Memory: two tensors in fp32 like the optimizer's moments, and one as large as the fragment that is being sent.
+       ZeRO levels 1 and 2 gather a fragment's weights inside the site once more, after its exchange.
+       The result is not that of data parallelism: with larger H or more sites, a step may learn less.
+Stops helping when: the link is idle for most of H steps already; or the sites' weights have drifted so far apart that
+       their mean is no better than each of them.
 
 Easily got wrong:
 - The sign. D is old weights minus new ones, so that the outer optimizer may subtract it like a gradient.
@@ -66,7 +69,7 @@ import torch
 from torch import Tensor, nn
 
 from core.collectives import ALONE, Group, all_gather, all_reduce, run_demo, sent
-from core.config import OUTER_STATE
+from core.config import OUTER_STATE, SYNC_DTYPES, need
 from core.param import Spec
 
 KEPT = 0.5  # how much of a site's own weights stays, if it has trained on while they were exchanged
@@ -193,8 +196,7 @@ def from_bytes(data: Tensor, numel: int) -> Tensor:
     """Return the numbers [numel] that to_bytes has rounded, in fp32."""
     blocks = -(-numel // BLOCK)
     numbers, scales = data.split((blocks * BLOCK, blocks * 4))
-    scales = scales.clone().view(torch.float32)  # a clone, because a view needs an aligned beginning
-    return (numbers.view(torch.int8).view(-1, BLOCK) * scales[:, None]).flatten()[:numel]
+    return (numbers.view(torch.int8).view(-1, BLOCK) * scales.view(torch.float32)[:, None]).flatten()[:numel]
 
 
 # ---- overlap: when an exchange starts, and when its result is applied -----------------------------------------------
@@ -228,7 +230,10 @@ class Outer:
 
     def __init__(self, buckets: Sequence, group: Group, *, every: int, lr: float = 0.7, momentum: float = 0.9,
                  fragments: int = 1, overlap: int = 0, dtype: str = "fp32"):
-        assert every % fragments == 0 and overlap < every // fragments
+        need(every % fragments == 0, f"every {every}: must be a multiple of fragments {fragments}")
+        need(overlap < every // fragments, f"overlap {overlap}: must be below every {every} / fragments {fragments}, "
+                                           "so that one exchange ends before the next begins")
+        need(dtype in SYNC_DTYPES, f"dtype {dtype}: must be one of {', '.join(SYNC_DTYPES)}")
         for bucket in buckets:
             for what in OUTER_STATE:
                 bucket.state[what] = torch.zeros_like(bucket.master)
