@@ -126,6 +126,7 @@ def ring_seconds(parameters: float, km: float, bytes_per_s: float, sites: int = 
 
 
 SENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128}  # --sync-dtype -> bytes per element, with the scale of a block
+# epoch.ai/blog/could-decentralized-training-solve-ais-power-problem
 EPOCH = "72T parameters over 23 sites on a ring of 4,800 km at 6 Pb/s each way (Epoch AI 2025)"
 WAITS = 0.05  # the part of the time that sites may wait for their exchange
 

@@ -45,7 +45,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 import torch.distributed as dist
 
-from core.collectives import MAX, Call, Group, Groups, all_gather, all_reduce, to_device
+from core.collectives import ALONE, MAX, Call, Group, Groups, all_gather, all_reduce, to_device
 from core.config import OUTER_STATE
 from run.cli import say, tell_torchrun
 from run.ranks import record
@@ -101,10 +101,13 @@ class Stop:
 
 class Guard:
     """The decisions that all ranks make alike after every step, from numbers summed together with the gradient's norm.
+
+    world: the ranks over which that norm is summed: of one site, if there are several. sites: the others with the same
+    coordinates.
     """
 
-    def __init__(self, stop: Stop, world: Group, device: torch.device):
-        self.stop, self.world, self.device = stop, world, device
+    def __init__(self, stop: Stop, world: Group, device: torch.device, sites: Group = ALONE):
+        self.stop, self.world, self.device, self.sites = stop, world, device, sites
         self.stopping = False  # all ranks have agreed to stop
         self.streak: list[tuple[int, range]] = []  # (step, its samples) of the latest consecutive skipped steps
         self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
@@ -146,7 +149,8 @@ class Guard:
     def agree_to_stop(self) -> bool:
         """Agree on `stopping` outside of a step, by a separate reduction; every rank must call this."""
         wanted = torch.tensor(float(self.stop.wanted()), device=self.device)
-        all_reduce(wanted, self.world, MAX)
+        for group in (self.world, self.sites):
+            all_reduce(wanted, group, MAX)
         self.stopping = self.stopping or wanted.item() > 0
         return self.stopping
 

@@ -161,7 +161,8 @@ class Run:
         settings, state, run = self.settings, self.state, self.settings.run
         self.local_micro_batches = local_micro_batches
         self.log.begin(state.step)
-        guard = self.guard = faults.Guard(self.stop, within_site(self.groups)["world"], self.device)
+        world, sites = within_site(self.groups)["world"], self.groups["sites"]
+        guard = self.guard = faults.Guard(self.stop, world, self.device, sites)
         measured = run.metrics and settings.grid.cp == 1 and self.groups["data"].size > 1
         self.noise = GradientNoise(self.optimizer, self.groups["data"].size) if measured else None
         unread: Step | None = None
@@ -198,7 +199,7 @@ class Run:
             votes, squares = votes.tensor_split([-2])
             results |= self.noise.estimate(len(step.samples) // sites * self.settings.batch.seq_len, squares)
         if self.settings.sites_meet(step.number + 1):
-            all_reduce(votes[:1], self.groups["sites"])  # requests to stop
+            all_reduce(votes[:1], self.guard.sites)  # requests to stop
         state.step, state.samples, state.tokens = state.step + 1, step.samples.stop, step.tokens
         step.results = HostCopy(votes=votes, **results)
         step.lr, step.sent, step.micro_batches = lr, collectives.sent.copy(), []
