@@ -433,10 +433,16 @@ def test_fewer_sites_go_on_with_their_own_states_and_more_with_copies(pool, tmp_
                 assert torch.equal(state[name.replace("/master", "/outer")], values)
 
 
-def asked_to_stop(flags: str) -> str:
-    """What a run prints whose last rank is asked to stop in step 1, if results are read as late as on a GPU."""
+def asked_to_stop(flags: str, evaluating: bool = False) -> str:
+    """What a run prints whose last rank is asked to stop in step 1, or in its first evaluation, if results are read as
+    late as on a GPU."""
     state, world = job.RunState(), grids.everyone()
-    wanted = patch.object(faults.Stop, "wanted", lambda self: world.rank == world.size - 1 and state.step >= 1)
+
+    def is_asked(stop: faults.Stop) -> bool:
+        asked = state.activity.startswith("evaluating") if evaluating else state.step >= 1
+        return asked and world.rank == world.size - 1
+
+    wanted = patch.object(faults.Stop, "wanted", is_asked)
     with patch.object(job, "reads_late", lambda device: True), wanted:
         return runs.run(flags, state)
 
@@ -453,6 +459,13 @@ def test_a_request_to_stop_ends_all_sites_after_their_next_exchange(pool, tmp_pa
     pool.run(2, runs.run, flags=f"{flags} --save-every 0 --metrics {tmp_path}/straight")
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("m", "straight")]
     assert losses[0] == losses[1] and len(losses[0]) == 16
+
+
+def test_a_request_to_stop_in_an_evaluation_is_heard_by_all_sites(pool, tmp_path):
+    flags = f"{RUN} --dtype fp64 --val-data {cli.__file__} --eval-every 4 --checkpoint-dir {tmp_path}/out"
+    said = pool.run(2, asked_to_stop, flags=flags, evaluating=True)[0]
+    assert "ended after 4 of 8 steps, as asked (on another rank)" in said
+    assert (tmp_path / "out" / "step-000004" / "run.json").exists()
 
 
 def test_a_site_that_disappears_ends_the_run_which_goes_on_with_those_that_remain(tmp_path):
