@@ -435,9 +435,12 @@ def fill(reader: dcp.FileSystemReader, metadata: Metadata, pieces: Iterable[Piec
 
 
 def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group, sites: int = 1) -> None:
-    """The state of a run from a checkpoint of any grid, with so many sites. If there were more, the others' state is
-    left out. If there were fewer, several sites begin with the same state. Raises ValueError on all ranks if it raises
-    on one."""
+    """Read the state of a run from a checkpoint of any grid.
+
+    sites: how many sites the checkpoint has. If there are fewer now, the state of the others is not read. If there are
+        more, several begin with the same state.
+
+    Raises ValueError on all ranks if it raises on one."""
     pieces = list(pieces_of_run(optimizer, routers, groups, saving=False, site=groups["sites"].rank % sites))
     if sites == 1:  # no outer optimizer has run: its state follows from the weights
         pieces = [piece for piece in pieces if piece.name.rpartition("/")[2] not in config.OUTER_STATE]
