@@ -163,7 +163,7 @@ def model_flags(flags: str) -> str:
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 EXPERTS = f"{MIXTRAL.format(20)} --router-bias-rate 0.01"
-# Ranks -> (sites, flags). Those of one number of ranks run in one world.
+# Ranks -> [(sites, flags)]. The cases of one number of ranks run in one world.
 GRIDS = {
     2: [(2, "--micro-batch 6"),
         (2, f"--micro-batch 6 {STREAMING}"),
@@ -358,7 +358,7 @@ SMALL = (f"{grids.TINY} --global-batch 8 --micro-batch 1 --warmup 1 --steps 8 --
          f"--lr-schedule constant --sample-prompt= --check-replicas 4 --data {__file__}")
 RUN = f"{SMALL} --sites 2 --sync-every 4"
 STATES = [  # ranks, flags
-    (2, f"--dtype fp32 {STREAMING}"),
+    (2, f"--dtype fp32 --fp8 tensorwise {STREAMING}"),
     (4, f"--dtype bf16 --zero 3 --ep 2 --experts 4 --top-k 2 --expert-ffn 24 --router-bias-rate 0.01 --sync-dtype int8 "
         f"--val-data {cli.__file__} --eval-every 4 {STREAMING}"),
     (4, "--dtype fp16 --pp 2 --zero 1 --z-loss 30 --sync-dtype bf16")]
