@@ -542,7 +542,8 @@ class Prediction(NamedTuple):
 def predict(run: Run) -> Prediction:
     settings, grid = run.settings, run.settings.grid
     seconds = step_seconds(run).seconds
-    rate = settings.batch.ramp()[-1][0] * settings.batch.seq_len / seconds / grid.ranks
+    gpus = grid.ranks
+    rate = settings.batch.ramp()[-1][0] * settings.batch.seq_len / seconds / gpus
     share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
     needed = sum(needed_memory(run).values())
     return Prediction(seconds, rate, **share, memory_gb=(needed + run.constants.reserved) / 1e9,
