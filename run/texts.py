@@ -21,6 +21,7 @@ import io
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +29,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from core.config import need
 from run.cli import note
-from run.token_files import cannot_be_read
+from run.token_files import cannot_be_read, check_fetched
 
 BLOCK = 2**18  # bytes of a text that are read at a time
+PACKED_BLOCK = 2**14  # bytes of a .zst file, which may become a thousand times as many
 HEAD = 2**20  # bytes at the beginning of a file, whose first line shows the kind of the file
 TOKEN_SUFFIXES = ".bin", ".npy"
 COMPANIONS = (".mask", ".starts", ".idx")  # files beside token files that are read with them
@@ -89,26 +91,33 @@ def documents(found: Found, progress: Progress = lambda count: None, ignored: It
         unread: dict[str, int] = {}
         for where, record in records(found, progress):
             try:
-                yield document_of(record, where, set(ignored), unread)
+                document = document_of(record, where, set(ignored), unread)
             except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{where}: {error}".splitlines()[0]) from None
+            if document:
+                yield document
         if unread:
             note(f"{found.path}: not read, of its records: " + ", ".join(f"{key} ({n:,})" for key, n in unread.items()))
-    except (OSError, EOFError) as error:  # EOFError: a .gz that is cut
+    except OSError as error:
         raise ValueError(cannot_be_read(found.path, error)) from None
 
 
 def document_of(record: Any, where: str = "", ignored: set[str] = frozenset(),
-                unread: dict[str, int] | None = None) -> Document:
-    """Turn a record into a document. unread: counts the keys that are no part of it.
+                unread: dict[str, int] | None = None) -> Document | None:
+    """Turn a record into a document; None: its text is empty. unread: counts the keys that are no part of it.
 
     Raises ValueError for a record of an unknown shape, and for a key that nothing reads.
     """
     if is_messages(record):
         record = {"messages": record}
     need(isinstance(record, dict), f"is no record: want a JSON object with {WANTED}")
+    given = record
     record = {key: value for key, value in record.items() if value is not None and key not in ignored}
     shape, keys = shape_of(record)
+    if shape in ("", "text") and "text" in given and given["text"] in (None, ""):
+        if unread is not None:
+            unread["empty text"] = unread.get("empty text", 0) + 1
+        return None
     need(shape != "", f"its keys are {', '.join(map(str, record)) or 'none'}: want {WANTED}")
     if shape == "text":
         need(isinstance(record["text"], str), "text must be text")
@@ -124,6 +133,8 @@ def document_of(record: Any, where: str = "", ignored: set[str] = frozenset(),
     variables = {key: record[key] for key in VARIABLES if record.get(key)}
     if isinstance(variables.get("tools"), str):  # some data sets store them as text
         variables["tools"] = json.loads(variables["tools"])
+        if not variables["tools"]:
+            variables.pop("tools")
     arguments = record.get("chat_template_kwargs") or {}
     need(isinstance(arguments, dict), "chat_template_kwargs must be an object")
     for key in record.keys() - {*keys, *VARIABLES, "chat_template_kwargs"}:
@@ -196,6 +207,8 @@ def checked(message: dict[str, Any]) -> dict[str, Any]:
         content = message["content"] = "".join(parts)
     need(isinstance(content, str) or (content is None and len(message) > 1),
          f"a message of the role {role} must have a content, which must be text")
+    if isinstance(message.get("tool_calls"), str):
+        message["tool_calls"] = json.loads(message["tool_calls"] or "[]")
     json.dumps(message, ensure_ascii=False).encode()  # JSON can hold surrogates, which are no text
     return message
 
@@ -221,6 +234,7 @@ def files_in(path: Path) -> list[Found]:
     """
     need(path.exists(), f"{path}: no such file or folder")
     if path.is_file():
+        check_fetched(path)
         return [Found(path, kind_of(path, given=True), given=True)]
     if kind := kind_of_folder(path):
         return [Found(path, kind, given=True)]
@@ -243,6 +257,9 @@ def files_in(path: Path) -> list[Found]:
         if files:
             note(f"{path}: not read, {reason}: {named([file.relative_to(path) for file in files])}")
     need(chosen != [], f"{path}: holds no text and no .bin or .npy files")
+    for each in chosen:
+        if each.kind != "datasets":
+            check_fetched(each.path)
     return chosen
 
 
@@ -289,7 +306,7 @@ def unreadable(file: Path) -> str:
             return ""
         if any(0 in block for block in blocks(file)):
             return "zero bytes inside, so they are no text"
-    except (OSError, EOFError) as error:
+    except OSError as error:
         raise ValueError(cannot_be_read(file, error)) from None
     return ""
 
@@ -320,7 +337,7 @@ def kind_of(file: Path, given: bool) -> str:
         return "parquet"
     try:
         head = head_of(file, HEAD)
-    except (OSError, EOFError) as error:
+    except OSError as error:
         raise ValueError(cannot_be_read(file, error)) from None
     text = head.decode(encoding_of(head), errors="replace").lstrip()
     if not text.startswith(("{", "[")):
@@ -374,40 +391,52 @@ def opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(the content, unpacked; the file that is read, for its position)."""
     with open(file, "rb") as raw:
         if file.suffix.lower() == ".gz":
-            with gzip.open(raw) as stream:
-                yield stream, raw
+            try:
+                with gzip.open(raw) as stream:
+                    yield stream, raw
+            except (EOFError, zlib.error) as error:  # it is cut, or damaged
+                raise ValueError(cannot_be_read(file, error)) from None
         elif file.suffix.lower() == ".zst":
-            with unzstd(file, raw) as stream:
-                yield stream, raw
+            yield io.BufferedReader(Unpacked(raw, file), BLOCK), raw
         else:
             yield raw, raw
 
 
-def unzstd(file: Path, raw: BinaryIO) -> BinaryIO:
-    try:
-        import zstandard
-    except ImportError:
-        raise ValueError(f"{file}: needs `pip install zstandard`, or unpack it") from None
-    return io.BufferedReader(Unpacked(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), file))
-
-
 class Unpacked(io.RawIOBase):
-    """The content of a .zst file, whose damage is a ValueError."""
+    """The content of a .zst file, frame by frame. Raises ValueError if it is damaged or cut.
 
-    def __init__(self, stream: Any, file: Path):
-        self.stream, self.file = stream, file
+    We look for the end of each frame, because the library's own reader takes a file that is cut for a shorter one.
+    """
+
+    def __init__(self, packed: BinaryIO, file: Path):
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError(f"{file}: needs `pip install zstandard`, or unpack it") from None
+        self.packed, self.file, self.library = packed, file, zstandard
+        self.frame: Any = None  # the one that is being unpacked
+        self.rest = b""  # packed bytes behind it that have been read
+        self.content = memoryview(b"")  # unpacked bytes that nobody has asked for yet
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        import zstandard
-        try:
-            content = self.stream.read(len(buffer))
-        except zstandard.ZstdError as error:
-            raise ValueError(f"{self.file}: cannot be unpacked: {error}") from None
-        buffer[:len(content)] = content
-        return len(content)
+        while not self.content:
+            block = self.rest or self.packed.read(PACKED_BLOCK)
+            if not block:
+                need(self.frame is None, f"{self.file}: cannot be unpacked: it is cut")
+                return 0
+            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            try:
+                self.content, self.rest = memoryview(self.frame.decompress(block)), b""
+            except self.library.ZstdError as error:
+                raise ValueError(f"{self.file}: cannot be unpacked: {error}") from None
+            if self.frame.eof:
+                self.rest, self.frame = self.frame.unused_data, None
+        count = min(len(buffer), len(self.content))
+        buffer[:count], self.content = self.content[:count], self.content[count:]
+        return count
 
 
 def head_of(file: Path, count: int) -> bytes:
@@ -471,13 +500,13 @@ def records(found: Found, progress: Progress) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 where = f"{file}: line {number:,}"
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{where}: is no JSON: {error}".splitlines()[0]) from None
                 yield where, record
         return
     if found.kind == "json":
-        content = load_json(file)
+        content = load_json(file, parse_json)
         rows = content if isinstance(content, list) and not is_messages(content) else [content]
         need(rows != [], f"{file}: is empty")
     else:
@@ -487,11 +516,26 @@ def records(found: Found, progress: Progress) -> Iterator[tuple[str, Any]]:
     progress(size_of(file))
 
 
-def load_json(file: Path) -> Any:
+def load_json(file: Path, parse: Callable[[str], Any] = json.loads) -> Any:
+    text = "".join(decoded(file))
     try:
-        return json.loads("".join(decoded(file)))
-    except (json.JSONDecodeError, RecursionError) as error:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is no JSON: {error}") from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, which may begin with a byte order mark, as lines of joined files do. Raises ValueError
+    for an object that has a key twice: Python would keep the last one only."""
+    return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=dict_of)
+
+
+def dict_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {next(key for key in keys if keys.count(key) > 1)} twice")
+    return found
 
 
 def import_arrow(file: Path) -> Any:
@@ -508,9 +552,21 @@ def parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
     try:
         with arrow.parquet.ParquetFile(file) as stream:
             for batch in stream.iter_batches(1024):
-                yield from batch.to_pylist()
+                yield from map(row_of, batch.to_pylist())
     except arrow.ArrowException as error:
         raise ValueError(f"{file}: cannot be read as Parquet: {error}".splitlines()[0]) from None
+
+
+def row_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what Arrow adds: it gives every object in a column the keys of all of them, and null for a value.
+    In a conversation a template would write these, for example as arguments of a call that never had them."""
+    return {key: without_nulls(value) for key, value in row.items()}
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def dataset_rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -521,12 +577,14 @@ def dataset_rows(folder: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{folder}: has several splits: give one of {', '.join(str(folder / s) for s in splits)}")
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        need(not state.get("_indices_data_files"), f"{folder}: is a selection of rows, which only the datasets library "
+                                                   "reads: save it again, after flatten_indices()")
         files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]  # none outside the folder
         for file in files:
             with arrow.memory_map(str(file)) as source, arrow.ipc.open_stream(source) as stream:
                 for batch in stream:
                     for first in range(0, batch.num_rows, 1024):
-                        yield from batch.slice(first, 1024).to_pylist()
+                        yield from map(row_of, batch.slice(first, 1024).to_pylist())
     except (arrow.ArrowException, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: cannot be read as data of the datasets library: {error}".splitlines()[0]) from None
 

@@ -36,6 +36,7 @@ MEGATRON, OLD_MEGATRON = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # by the number in an .idx
 OPEN_AT_ONCE = 32  # arrays of a corpus; each keeps a file descriptor
 BLOCK_BYTES, BLOCKS = 2**15, 64  # which show the width of a token
+POINTER = b"version https://git-lfs"  # how the file begins that Git LFS leaves in place of one that it has not fetched
 EVIDENCE = 16  # so many tokens other than 0 would not all be at even places by chance
 
 
@@ -78,6 +79,16 @@ def cannot_be_read(file: Path, error: Exception) -> str:
     return f"{file}: cannot be read: {why}{hint}"
 
 
+def check_fetched(file: Path) -> None:
+    """Raise ValueError for a pointer of Git LFS: read as text, or as tokens, it would be trained on."""
+    try:
+        with open(file, "rb") as stream:
+            begin = stream.read(len(POINTER))
+    except OSError as error:
+        raise ValueError(cannot_be_read(file, error)) from None
+    need(begin != POINTER, f"{file}: is a pointer of Git LFS in place of the file: fetch it with `git lfs pull`")
+
+
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 @dataclass
@@ -116,7 +127,8 @@ def open_npy(file: Path, open_array: Callable) -> TokenFile:
     try:
         tokens = np.lib.format.open_memmap(file, "r")
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{file}: cannot be read as .npy, truncated or of another format ({error})") from None
+        raise ValueError(f"{file}: cannot be read as .npy, truncated or of another format ({error}); if it has tokens "
+                         "without a header, as OLMo's, name it .bin") from None
     need(tokens.ndim == 1 and tokens.dtype.kind in "iu",
          f"{file}: holds {tokens.ndim} dimensions of {tokens.dtype}: need one, of integers")
     need(len(tokens) > 0, f"{file}: is empty")
@@ -211,7 +223,9 @@ def open_megatron(file: Path, index: Path, open_array: Callable) -> TokenFile:
     need(count > 0, f"{file}: is empty")
     need(lengths.sum() == count and count * kind.itemsize == file.stat().st_size,
          f"{file}: has {file.stat().st_size:,} bytes, and {index.name} promises {lengths.sum():,} tokens of {kind}")
-    need(((first_of >= 0) & (first_of <= sequences)).all() and (np.diff(places) >= 0).all(), f"{index}: is damaged")
+    end_to_end = np.cumsum(lengths) - lengths
+    need(((first_of >= 0) & (first_of <= sequences)).all() and (lengths >= 0).all()
+         and (places == end_to_end * kind.itemsize).all(), f"{index}: is damaged: sequences must follow each other")
     starts = np.unique(places[first_of[first_of < sequences]] // kind.itemsize)  # the last one is the end of the file
     array = ArrayInFile(open_array, file, kind, 0, count)
     return TokenFile(file, array, all_targets(array), None, starts, f"Megatron's tokens of {kind}")
