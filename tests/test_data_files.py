@@ -48,7 +48,9 @@ def as_lines(records) -> bytes:
 
 
 def zstd(content: bytes) -> bytes:
-    return pytest.importorskip("zstandard").ZstdCompressor().compress(content)
+    """In two frames."""
+    compress, half = pytest.importorskip("zstandard").ZstdCompressor().compress, len(content) // 2
+    return compress(content[:half]) + compress(content[half:])
 
 
 FILES = {
@@ -56,6 +58,8 @@ FILES = {
     "a.json": as_lines(RECORDS), "array.json": json.dumps(RECORDS, indent=1).encode(),
     "one line.json": json.dumps(RECORDS).encode(),
     "a.jsonl.gz": gzip.compress(as_lines(RECORDS)), "a.json.gz": gzip.compress(json.dumps(RECORDS).encode()),
+    "two members.jsonl.gz": gzip.compress(as_lines(RECORDS[:1])) + gzip.compress(as_lines(RECORDS[1:])),
+    "joined.jsonl": as_lines(RECORDS[:2]) + codecs.BOM_UTF8 + as_lines(RECORDS[2:]),
     "a.jsonl.zst": as_lines(RECORDS), "no suffix": as_lines(RECORDS), "a.txt": as_lines(RECORDS),
     "bom.jsonl": codecs.BOM_UTF8 + as_lines(RECORDS), "crlf.jsonl": as_lines(RECORDS).replace(b"\n", b"\r\n"),
     "blank.jsonl": b"\n" + as_lines(RECORDS).replace(b"\n", b"\n \n\n"), "cut.jsonl": as_lines(RECORDS)[:-1],
@@ -93,6 +97,65 @@ def test_json_of_a_folder_that_holds_no_records_is_text(tmp_path, name, content)
     assert texts_of(Corpus([str(tmp_path)], 257)) == [content.replace(b'"text": 1', b'"main": 1').decode()]
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_of_a_packed_file_that_is_cut_or_damaged_nothing_is_read(tmp_path, name, suffix):
+    """Wherever it is cut: the last line may be whole, and of a text nobody knows where it ends."""
+    letters = np.random.default_rng(0).choice(list("abcdefgh"), (300, 1000))
+    rows = ["".join(row) for row in letters]
+    whole = as_lines(dict(text=row) for row in rows) if name == "a.jsonl" else "".join(rows).encode()
+    packed, path = gzip.compress(whole) if suffix == "gz" else zstd(whole), tmp_path / f"{name}.{suffix}"
+    path.write_bytes(packed)
+    assert sum(map(len, texts_of(Corpus([str(path)], 257)))) == 300_000
+    broken = [packed[:length] for length in (3, 8, 9, 1000, len(packed) // 4, len(packed) // 2 - 1, len(packed) - 1)]
+    broken += [packed[:place] + b"\xff\xff\xff\xff" + packed[place + 4:] for place in (0, 5000)]
+    for content in broken:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^{path}: cannot be (read|unpacked): [^\n]+$"):
+            Corpus([str(path)], 257)
+
+
+@pytest.mark.parametrize("record", [
+    '{"text": "a", "text": "b"}', '{"messages": [], "text": "a", "messages": []}',
+    '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}'])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_an_object_with_a_key_twice_is_refused(tmp_path, record, name):
+    """Python keeps the last value, and says nothing."""
+    (tmp_path / name).write_text('{"text": "good"}\n' + record if name == "a.jsonl" else f"[{record}]")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/{name}:[^\n]* is no JSON: an object has the key \w+ twice$"):
+        Corpus([str(tmp_path / name)], 257)
+
+
+@pytest.mark.parametrize("empty", ["", None])
+@pytest.mark.parametrize("kind", ["lines", "parquet"])
+def test_an_empty_text_is_no_document_and_is_counted(tmp_path, capsys, kind, empty):
+    records, path = [dict(text="a"), dict(text=empty), dict(text="b"), dict(text=empty)], tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(records), path)
+    else:
+        path.write_bytes(as_lines(records))
+    assert everything(Corpus([str(path)], 257)) == [256, *b"a", 256, *b"b"]
+    assert f"{path}: not read, of its records: empty text (2)\n" in capsys.readouterr().err
+    tokenizing.tokenize([str(path)], by_bytes(tmp_path / "tokenizer.json"), str(tmp_path / "out" / "t.bin"))
+    tokens = everything(Corpus([str(tmp_path / "out" / "t.bin")], 300))
+    assert len(tokens) == 4 and tokens[::2] == [0, 0]
+
+
+def everything(corpus: Corpus) -> list[int]:
+    return corpus.read(0, len(corpus))[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", "a.bin", "a.npy"])
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_a_pointer_of_git_lfs_is_no_data(tmp_path, name, in_folder):
+    """As a clone has it where git lfs is not installed. It is UTF-8, and as uint16 its tokens are in a vocabulary."""
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 123456\n")
+    given = tmp_path if in_folder else tmp_path / name
+    with pytest.raises(ValueError, match=f"^{tmp_path / name}: is a pointer of Git LFS in place of the file: fetch it"):
+        Corpus([str(given)], 2**16)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
 def test_parquet_and_what_the_datasets_library_saves(tmp_path, kind):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -108,6 +171,11 @@ def test_parquet_and_what_the_datasets_library_saves(tmp_path, kind):
         (path / "dataset_info.json").write_text("{}")
     for given in (path, tmp_path):
         assert texts_of(Corpus([str(given)], 257)) == [record["text"] for record in RECORDS]
+    if kind == "datasets":  # a selection: old versions of the library write it as indices beside all rows
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}],
+                                                     "_indices_data_files": [{"filename": "indices.arrow"}]}))
+        with pytest.raises(ValueError, match=f"^{path}: is a selection of rows"):
+            Corpus([str(path)], 257)
 
 
 @pytest.mark.parametrize("name, package", [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
@@ -229,7 +297,10 @@ def test_megatrons_index_says_the_type_and_where_documents_begin(tmp_path, code,
     tokens, begins, _ = corpus.read(0, len(corpus))
     assert tokens.tolist() == sum(documents, []) and np.flatnonzero(begins).tolist() == [0, 3, 4]
     index = (tmp_path / "a.idx").read_bytes()
-    for content, says in ((index[:-1], "a.idx: is truncated"), (b"MMID" + index[4:20], "a.idx: is truncated"),
+    other_lengths, other_places = np.array([5, -1, 4], "<i4"), np.array([0, 3, 3]) * np.dtype(dtype).itemsize
+    damaged = (index[:34] + other_lengths.tobytes() + index[46:], index[:46] + other_places.tobytes() + index[70:])
+    for content, says in (*((content, "a.idx: is damaged: sequences must follow") for content in damaged),
+                          (index[:-1], "a.idx: is truncated"), (b"MMID" + index[4:20], "a.idx: is truncated"),
                           (b"TNTIDX\0\0" + index, "a.idx: is of Megatron's old format"), (b"xyz", "is no index of Meg"),
                           (index.replace(struct.pack("<QB", 1, code), struct.pack("<QB", 1, 7)), "names the type 7"),
                           (index.replace(struct.pack("<QB", 1, code), struct.pack("<QB", 2, code)), "version 2: know")):
