@@ -63,9 +63,18 @@ from run.texts import (
     standard_library,
 )
 from run.token_files import TokenFile, all_targets, cannot_be_read, open_token_file, opener
-from run.tokenizing import BYTES_SEPARATOR, read_tokenizer, same_tokenizer, tokenize, tokens_of, with_template
+from run.tokenizing import (
+    BYTES_SEPARATOR,
+    HOW_TO_CONVERT,
+    read_tokenizer,
+    same_tokenizer,
+    tokenize,
+    tokens_of,
+    with_template,
+)
 
 BLOCK = 2**22  # tokens that are read at a time to find those outside of the vocabulary
+OTHER_TOKENIZERS = "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"  # files of older forms
 SOME_FILES = 20  # of the standard library, for a run without steps that only continues a prompt
 
 
@@ -384,6 +393,9 @@ def tokenizer_of(settings: config.Config) -> str:
     need(has_one or not (run.resume and folder), f"--resume {run.resume}: {folder} has no tokenizer.json any more, by "
                                                  "which the run before read its text")
     if run.init_from and not has_one:
+        others = [name for name in OTHER_TOKENIZERS if os.path.isfile(os.path.join(folder, name))]
+        need(not others, f"{folder}: has no tokenizer.json, by which text is read, but {' and '.join(others)}: "
+                         f"{HOW_TO_CONVERT}")
         note(f"{run.init_from} has no tokenizer.json, so text is read as bytes, which its model may never have seen")
     return folder if has_one else ""
 

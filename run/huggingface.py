@@ -91,6 +91,7 @@ KINDS = {bool: "true or false", int: "a whole number above 0", float: "a number 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_TOKENS = ("special_tokens_map.json", "tokenizer_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.*")
 
@@ -415,15 +416,17 @@ def is_inside(path: str) -> bool:
 # ---- tokenizers ---------------------------------------------------------------------------------------------------
 
 def special_tokens(path: str) -> dict[str, str]:
-    """bos_token and eos_token of the tokenizer_config.json beside a tokenizer.json, as far as there are any."""
-    file = Path(path).parent / "tokenizer_config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: content.get(name) for name in ("bos_token", "eos_token")}
-    except (OSError, ValueError, AttributeError):
-        return {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    return {name: token for name, token in texts.items() if isinstance(token, str)}
+    """bos_token and eos_token as they are published beside a tokenizer.json, as far as there are any."""
+    found = {}
+    for name in SPECIAL_TOKENS:  # what the last file says counts
+        try:
+            content = json.loads((Path(path).parent / name).read_text(encoding="utf-8"))
+            tokens = {name: content.get(name) for name in ("bos_token", "eos_token")}
+        except (OSError, ValueError, AttributeError):
+            continue
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        found |= {name: token for name, token in texts.items() if isinstance(token, str)}
+    return found
 
 
 def special_ids(folder: Path) -> dict[str, int]:

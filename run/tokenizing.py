@@ -41,12 +41,26 @@ from core.config import need
 from run import huggingface
 from run.chat import Rendered, Span, Template
 from run.cli import note, speaking
-from run.texts import KINDS, Conversation, Document, Found, Text, documents, files_in, note_kinds, size_of
-from run.token_files import MAGICS, OUR_HEADER
+from run.texts import (
+    KINDS,
+    MORE_TEMPLATES,
+    TOKENIZER_NAMES,
+    Conversation,
+    Document,
+    Found,
+    Text,
+    documents,
+    files_in,
+    note_kinds,
+    size_of,
+)
+from run.token_files import MAGICS, OUR_HEADER, check_fetched
 
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
 ENDS = {"<|begin_of_text|>": "<|end_of_text|>", "<s>": "</s>"}  # the end that belongs to a separator
+FORMAT = 2  # of the tokens of texts that are kept; raise it where the same texts become other tokens or targets
+HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes a tokenizer.json"
 PIECE, OVERLAP = 2**16, 2**10  # characters of a large text that are encoded at once, and on each side of a cut
 
 
@@ -120,10 +134,15 @@ def codec_of(corpus: Any, folder: str) -> Codec | None:
 
 def read_tokenizer(path: str) -> Any:
     from tokenizers import Tokenizer
+    file = Path(path)
+    need(not file.is_dir(), f"{path}: is a folder: name the tokenizer.json in it")
+    if file.is_file():
+        check_fetched(file)
     try:
-        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path}: is no tokenizer.json: {error}") from None
+        hint = f"; {HOW_TO_CONVERT}" if file.is_file() and file.suffix != ".json" else ""
+        raise ValueError(f"{path}: is no tokenizer.json: {error}{hint}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -154,7 +173,7 @@ class Marks(NamedTuple):
 
 def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     """name: of the token that begins a document; "": the one that is published."""
-    published = huggingface.special_tokens(path)
+    published = published_settings(path)
     begin = separator_of(tokenizer, path, name)
     ends = ENDS.get(tokenizer.id_to_token(begin), "")
     if not ends and not name and tokenizer.id_to_token(begin) == published.get("bos_token"):
@@ -166,10 +185,30 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     return Marks(begin, end, turn_end)
 
 
+def published_settings(path: str) -> dict[str, str]:
+    """bos_token and eos_token as they are published beside a tokenizer.json. Raises ValueError for a damaged file."""
+    for name in huggingface.SPECIAL_TOKENS:
+        file = Path(path).parent / name
+        if not file.is_file():
+            continue
+        check_fetched(file)
+        try:
+            need(isinstance(json.loads(file.read_text(encoding="utf-8")), dict), "is no JSON object")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: cannot be read: {error}") from None
+    return huggingface.special_tokens(path)
+
+
 def separator_of(tokenizer: Any, path: str, name: str) -> int:
-    """The number of the token that begins a document: of this name; "": of the names that published tokenizers use, or
-    of the one that is published as their beginning of a text."""
-    names = (name,) if name else (*SEPARATORS, huggingface.special_tokens(path).get("bos_token") or SEPARATORS[0])
+    """The number of the token that begins a document: of this name; "": of the published beginning of a text, if the
+    tokenizer puts it before texts; else of the names that published tokenizers use, or of that beginning.
+
+    A tokenizer may have other uses for one of these names: Gemma's <s> is HTML's.
+    """
+    published = published_settings(path).get("bos_token")
+    names = (name,) if name else (*SEPARATORS, published or SEPARATORS[0])
+    if not name and published and tokenizer.encode("", add_special_tokens=True).tokens[:1] == [published]:
+        names = (published,)
     found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
     need(found != [], f"{path}: has none of {', '.join(dict.fromkeys(names))}: name the token between documents with "
                       "--separator")
@@ -233,7 +272,10 @@ def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
     open_piece: tuple[Piece, Any] | None = None  # waits for the piece that takes over
     skip = 0  # tokens of it that the piece before has given
     for some in in_batches(pieces, room):
-        encodings = tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+        try:
+            encodings = tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"the tokenizer cannot read the text: {error}") from None
         for piece, encoding in zip(some, encodings):
             if open_piece is None:
                 begins, skip = True, 0
@@ -299,7 +341,11 @@ def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
 
 
 def targets_of(part: Part) -> np.ndarray:
-    """Which tokens of a document the model learns to predict, bool; and, last, whether it learns the document's end."""
+    """Which tokens of a document the model learns to predict, bool; and, last, whether it learns the document's end.
+
+    A token that begins before an answer and has its first characters is learned, too. So does " Yes" of an answer "Yes"
+    to a prompt that ends with a space: else no answer's first word would be learned.
+    """
     is_target = np.ones(len(part.ids) + 1, bool)
     if part.spans is None:
         return is_target
@@ -307,12 +353,12 @@ def targets_of(part: Part) -> np.ndarray:
     starts = np.array([start for start, _ in part.offsets], np.int64)
     stops = np.array([stop for _, stop in part.offsets], np.int64)
     for span in part.spans:
-        is_target[:-1] |= (span.start <= starts) & (starts < span.stop)
+        is_target[:-1] |= ((span.start <= starts) | (span.start < stops)) & (starts < span.stop)
         if not span.ends:  # up to the first token that says something, of the next message's marker
-            after = np.flatnonzero(starts >= span.stop)
-            says = [i for i in after if part.text[starts[i]:stops[i]].strip()]
-            last = says[0] + 1 if says else len(part.ids) + 1
-            is_target[after[0] if len(after) else len(part.ids):last] = True
+            first = last = int((starts < span.stop).sum())
+            while last < len(part.ids) and not part.text[starts[last]:stops[last]].strip():
+                last += 1
+            is_target[first:last + 1] = True
     return is_target
 
 
@@ -338,13 +384,15 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
                  ignored: Iterable[str] = ()) -> tuple[int, int]:
     """`tokenize` for files that are found. The tokenizers library uses all cores."""
     tokenizer, beside = read_tokenizer(tokenizer_path), target.parent / "tokenizer.json"
+    tokenizer.post_processor = None  # it changes no id of a text, but may cut spaces off the places of tokens
+    unknown = getattr(tokenizer.model, "unk_token", None) or ""
     for each in found:
         need(each.kind != "tokens", f"{each.path}: has tokens already")
     note_kinds([KINDS[each.kind] for each in found], found)
     target.parent.mkdir(parents=True, exist_ok=True)
     need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
          f"{beside}: is another tokenizer: use another folder for --out")
-    kind = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.uint32)
+    kind, unread = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.uint32), 0
     bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, delay=2, total=sum(size_of(each.path) for each in found))
     try:
         with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar:
@@ -352,8 +400,14 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
             pieces = chain.from_iterable(map(pieces_of, with_template(documents_of_all, tokenizer_path)))
             for part in encoded(pieces, tokenizer):
                 writer.add(part)
-            need(writer.targets > 0, f"{' '.join(str(each.path) for each in found)}: no conversation has a message of "
-                                     "the role assistant that is to be learned")
+                unread += part.ids.count(tokenizer.token_to_id(unknown))
+            names = " ".join(str(each.path) for each in found)
+            need(writer.count > 0, f"{names}: holds no text")
+            need(writer.targets > 0, f"{names}: no conversation has a message of the role assistant that is to be "
+                                     "learned")
+            if unread:
+                note(f"{unread:,} of {writer.count:,} tokens are {unknown}: {tokenizer_path} has no tokens for what is "
+                     "written there")
             writer.finish()
             copy_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
             mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
@@ -448,22 +502,38 @@ class Writer:
 
 # ---- texts for a pretrained model -----------------------------------------------------------------------------------
 
+def files_of_tokenizer(folder: Path) -> list[Path]:
+    """The files of a published model on which the tokens of a text or of a conversation depend."""
+    named = [file for file in folder.iterdir() if file.name.startswith(TOKENIZER_NAMES)]
+    return sorted(file for file in [*named, *(folder / MORE_TEMPLATES).glob("*")] if file.is_file())
+
+
+def users_cache() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "penteract")
+    except RuntimeError:  # of a user whom this machine does not know
+        raise ValueError("there is no home folder in which to keep the tokens of a text: give --checkpoint-dir, or set "
+                         "XDG_CACHE_HOME") from None
+
+
 def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: str = "") -> Path:
     """Return the token file of these texts and conversations.
 
     The first process that asks for it writes it. The others wait for this process, and later runs find the file.
     beside: the folder of checkpoints beside which the file is kept; "": in the user's cache.
     """
-    digest = hashlib.blake2b(separator.encode(), digest_size=8)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        file = Path(tokenizer_path).with_name(name)
-        digest.update(file.read_bytes() if file.is_file() else b"")
+    digest = hashlib.blake2b(f"{FORMAT} {separator}".encode(), digest_size=8)
+    for file in files_of_tokenizer(Path(tokenizer_path).parent):
+        digest.update(file.name.encode() + file.read_bytes())
     for each in found:
-        what = each.path.resolve(), size_of(each.path), each.path.stat().st_mtime_ns, each.kind
-        digest.update(repr(what).encode(errors="surrogateescape"))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "penteract")
-    folder = Path(os.path.abspath(beside) + ".tokens" if beside else cache, digest.hexdigest())
+        for file in [each.path, *(sorted(each.path.rglob("*")) if each.path.is_dir() else [])]:
+            what = file.resolve(), size_of(file), file.stat().st_mtime_ns, each.kind
+            digest.update(repr(what).encode(errors="surrogateescape"))
+    folder = Path(os.path.abspath(beside) + ".tokens") if beside else users_cache()
+    folder /= digest.hexdigest()
     tokens = folder / "tokens.bin"
+    if tokens.is_file():  # complete, for it is the last file that is written; the folder may be read-only by now
+        return tokens
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
