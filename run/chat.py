@@ -15,9 +15,15 @@ Answers whose texts continue each other are in one document.
 Some templates write no end of an answer: the next message's marker is the end. Then the first token of this marker is
 a target, too. After the last message it is the tokenizer's end of a text. Without this target a model would not learn
 to stop. If no template is published, the text is ChatML, as above.
+
+Arguments of a tool's call are objects for most templates, which write them as JSON, and text for some. Data has either,
+so we try objects first and text if the template fails.
 """
+import json
 import os
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +36,7 @@ CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ messa
 CHATML_MARKERS = "<|im_start|>", "<|im_end|>"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers finds them
 LINKS = BOOKKEEPING | {"tool_call_id"}  # keys of messages that say nothing which a model would read
+OLD_TEMPLATE = "chat_template.json"  # as transformers once wrote it beside a processor
 PROBES = "Zq7Xk", "8jWv"  # answers that no template changes, and that begin differently
 
 
@@ -53,42 +60,73 @@ class Template:
     """
 
     def __init__(self, tokenizer_path: str):
-        from transformers import PreTrainedTokenizerFast
-        self.tokenizer, self.template = None, CHATML
+        self.tokenizer, self.template, self.path = None, CHATML, tokenizer_path
+        self.foreign: set[str] = set()  # tokens that other files add to those of the tokenizer.json
         if tokenizer_path:
-            try:
-                self.tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(tokenizer_path).parent,
-                                                                         local_files_only=True)
-            except Exception as error:  # of damaged files the library raises anything
-                line = f"{tokenizer_path}: its chat template cannot be read: {error}".splitlines()[0]
-                raise ValueError(line) from None
-            if self.tokenizer.chat_template:
-                self.template = None  # which of its templates is used depends on the tools
-                self.note_unknown_markers(tokenizer_path)
-            else:
-                missing = [marker for marker in CHATML_MARKERS if marker not in self.tokenizer.get_vocab()]
-                need(not missing, f"{tokenizer_path}: has no token {' and no token '.join(missing)}, and no chat "
-                                  "template lies beside it: put the model's chat_template.jinja or "
-                                  "tokenizer_config.json there, or use a tokenizer with these tokens")
+            self.read_published()
         self.probed: dict[str, tuple[bool, str]] = {}
-        self.noted: set[str] = set()  # keys of messages that the template does not use, and that may be left out
+        self.noted: set[str] = set()  # what has been said once
+        self.checked: set[str] = set()  # roles of which a content was looked for by words of ours
 
-    def note_unknown_markers(self, tokenizer_path: str) -> None:
-        """Say which markers of the published template are no tokens, as of a template that is another model's."""
+    def read_published(self) -> None:
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+        folder = Path(self.path).parent
+        try:
+            own = set(Tokenizer.from_file(self.path).get_vocab())
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True,
+                                                                     tokenizer_file=self.path)
+            if not self.tokenizer.chat_template and (folder / OLD_TEMPLATE).is_file():
+                old = json.loads((folder / OLD_TEMPLATE).read_text(encoding="utf-8"))
+                self.tokenizer.chat_template = old["chat_template"]
+        except Exception as error:  # of damaged files the library raises anything
+            raise ValueError(f"{self.path}: its chat template cannot be read: {error}".splitlines()[0]) from None
+        self.foreign = self.tokenizer.get_vocab().keys() - own
+        if self.tokenizer.chat_template:
+            self.template = None  # which of its templates is used depends on the tools
+            self.note_what_it_writes(own)
+            return
+        missing = [marker for marker in CHATML_MARKERS if marker not in own]
+        need(not missing, f"{self.path}: has no token {' and no token '.join(missing)}, and no chat template lies "
+                          "beside it: put the model's chat_template.jinja or tokenizer_config.json there, or use a "
+                          "tokenizer with these tokens")
+        note(f"{self.path}: no chat template lies beside it, so conversations are written as ChatML")
+
+    def note_what_it_writes(self, own: set[str]) -> None:
+        """Say which markers of the published template are no tokens, as of a template that is another model's, and that
+        it writes the date, by which the same data is another text tomorrow."""
         templates = self.tokenizer.chat_template
-        templates = templates.values() if isinstance(templates, dict) else [templates]
-        written = set(re.findall(r"<\|[^|<>{}\s]+\|>", " ".join(templates)))
-        if unknown := sorted(written - self.tokenizer.get_vocab().keys()):
-            note(f"{tokenizer_path}: has no token {', '.join(unknown)}, which the chat template writes: a model learns "
+        templates = " ".join(templates.values() if isinstance(templates, dict) else [templates])
+        if unknown := sorted(set(re.findall(r"<\|[^|<>{}\s]+\|>", templates)) - own - self.foreign):
+            note(f"{self.path}: has no token {', '.join(unknown)}, which the chat template writes: a model learns "
                  "their pieces")
+        if "strftime_now" in templates:
+            variable = " if date_string is not in chat_template_kwargs" * ("date_string" in templates)
+            note(f"{self.path}: the chat template writes today's date{variable}")
+
+    def say_once(self, what: str, line: str) -> None:
+        if what not in self.noted:
+            note(f"{line} (said once)")
+            self.noted.add(what)
 
     # ---- what a conversation becomes
 
     def documents(self, conversation: Conversation) -> list[Rendered]:
         """Return the documents of a conversation. Raises ValueError if the template fails, or ignores a key."""
         try:
-            written = self.write(conversation)
+            try:
+                conversation = with_arguments(conversation, arguments_as_object)
+                written = self.write(conversation)
+            except Exception:
+                as_text = with_arguments(conversation, arguments_as_text)
+                if as_text == conversation:
+                    raise
+                conversation, written = as_text, self.write(as_text)
             self.check_all_is_used(conversation, written)
+            text = "".join(document.text for document in written)
+            for token in self.foreign:
+                need(token not in text, f"{token} is a token of tokenizer_config.json or added_tokens.json, but not of "
+                                        f"{self.path}: write all of them by save_pretrained of transformers")
         except Exception as error:  # what strangers' templates lead to
             raise ValueError(f"{conversation.where}: is no conversation: {type(error).__name__}: "
                              f"{error}".splitlines()[0]) from None
@@ -143,32 +181,67 @@ class Template:
         answers = [weight for message, weight in zip(conversation.messages, weights) if message["role"] == "assistant"]
         need(len(marks[0]) == len(answers) or 0 not in answers, "the chat template marks "
              f"{len(marks[0])} answers of {len(answers)}, so that nobody can tell which weight is of which")
+        rest = texts[0][marks[0][-1][1]:].strip() if marks[0] else ""
+        if rest and conversation.messages[-1]["role"] == "assistant":
+            self.say_once("rest", f"{conversation.where}: the chat template writes {rest} after an answer, outside of "
+                          "its generation marks, so a model does not learn to write it")
         kept = [Span(start, stop) for i, (start, stop) in enumerate(marks[0])
                 if len(marks[0]) != len(answers) or answers[i] != 0]
         return Rendered(texts[0], kept)
 
     def check_all_is_used(self, conversation: Conversation, written: list[Rendered]) -> None:
-        """Raise ValueError for a key of a record or of a message that changes no document."""
+        """Raise ValueError for a key of a record or of a message, or for a content, that changes no document."""
+        self.check_contents(conversation, written)
         source = self.source(conversation.variables)
         for key in conversation.variables:
             need(re.search(rf"\b{re.escape(key)}\b", source), f"the chat template does not use its key {key}")
         keys = {(message["role"], key) for message in conversation.messages for key in message.keys() - {
             "role", "content"} if message[key] not in ("", [], {})}
+        whole = self.render(conversation.messages, conversation.variables) if keys else ""
         for role, key in sorted(keys):
             if key in self.noted:
                 continue
             messages = [{name: value for name, value in message.items() if (message["role"], name) != (role, key)}
                         for message in conversation.messages]
             try:
-                is_used = self.write(Conversation(messages, conversation.weights, conversation.variables)) != written
+                is_used = (self.render(messages, conversation.variables) != whole  # mostly, and quickly
+                           or self.write(replace(conversation, messages=messages)) != written)
             except Exception:  # the template needs the key
                 is_used = True
             if not is_used and key in LINKS:
-                note(f"{conversation.where}: the chat template does not use the key {key} of messages (said once)")
-                self.noted.add(key)
+                self.say_once(key, f"{conversation.where}: the chat template does not use the key {key} of messages")
                 continue
             need(is_used, f"the chat template does not use the key {key} of a message of the role {role}: take it out, "
                           f"or leave it out by `tokenize --ignore {key}`")
+
+    def check_contents(self, conversation: Conversation, written: list[Rendered]) -> None:
+        """Raise ValueError for a message, up to the last answer that is learned, whose content is in no document. Say
+        once if only a part of one is.
+
+        A content that is in no document letter by letter may have been changed, for example into JSON. Then we put a
+        word at its beginning and one at its end, and look for the words. So we do with the first message of each role:
+        a short content may be anywhere by chance.
+        """
+        texts, messages = [document.text for document in written], conversation.messages
+        learned = [i for i, (message, weight) in enumerate(zip(messages, conversation.weights))
+                   if message["role"] == "assistant" and weight != 0]
+        for i, message in enumerate(messages[:max(learned, default=-1) + 1]):
+            role, content = message["role"], (message.get("content") or "").strip()
+            if content == "" or (role == "assistant" and i not in learned) or (
+                    role in self.checked and any(content in text for text in texts)):
+                continue
+            self.checked.add(role)
+            changed = message | dict(content=f"{PROBES[0]} {content} {PROBES[1]}")
+            try:
+                new = self.write(replace(conversation, messages=[*messages[:i], changed, *messages[i + 1:]]))
+            except Exception:  # the template reads the content, and wants another one
+                continue
+            found = [any(word in document.text for document in new) for word in PROBES]
+            need(any(found), f"the chat template does not use the content of a message of the role {role}, which is "
+                             f"number {i + 1}: take the message out")
+            if not all(found):
+                self.say_once(f"content of {role}", f"{conversation.where}: the chat template leaves out a part of a "
+                              f"message of the role {role}, such as thoughts, so a model does not learn it")
 
     # ---- the template
 
@@ -215,3 +288,31 @@ class Template:
                 ends, prompt = True, ""
             self.probed[source] = ends, prompt
         return self.probed[source]
+
+
+# ---- arguments of calls ---------------------------------------------------------------------------------------------
+
+def with_arguments(conversation: Conversation, form: Callable[[Any], Any]) -> Conversation:
+    """The conversation with the arguments of all calls in this form."""
+    def formed(call: Any) -> Any:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        function = function | dict(arguments=form(function["arguments"]))
+        return call | dict(function=function) if "function" in call else function
+    messages = [message | dict(tool_calls=list(map(formed, message["tool_calls"])))
+                if isinstance(message.get("tool_calls"), list) else message for message in conversation.messages]
+    return replace(conversation, messages=messages)
+
+
+def arguments_as_object(arguments: Any) -> Any:
+    """The object that a text of JSON holds; anything else as it is."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def arguments_as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
