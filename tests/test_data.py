@@ -529,9 +529,11 @@ def test_what_is_no_record_is_named_by_its_line_and_nothing_is_written(tokenized
 
 
 def test_a_damaged_template_is_named(tokenized, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json: its chat template cannot be read: [^\n]+$"):
-        tokenized(dict(messages=TURNS))
+    for content, says in (("{", "tokenizer_config.json: cannot be read"),
+                          ('{"added_tokens_decoder": 3}', "tokenizer.json: its chat template cannot be read")):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ValueError, match=f"^{tmp_path}/{says}: [^\n]+$"):
+            tokenized(dict(messages=TURNS))
 
 
 def test_text_that_replaces_conversations_takes_their_mask_away_and_may_stand_beside_them(tokenized, tmp_path):
