@@ -115,14 +115,14 @@ class Template:
         """Return the documents of a conversation. Raises ValueError if the template fails, or ignores a key."""
         try:
             try:
-                conversation = with_arguments(conversation, arguments_as_object)
-                written = self.write(conversation)
+                used = with_arguments(conversation, arguments_as_object)
+                written = self.write(used)
             except Exception:
                 as_text = with_arguments(conversation, arguments_as_text)
-                if as_text == conversation:
+                if as_text == used:
                     raise
-                conversation, written = as_text, self.write(as_text)
-            self.check_all_is_used(conversation, written)
+                used, written = as_text, self.write(as_text)
+            self.check_all_is_used(used, written)
             text = "".join(document.text for document in written)
             for token in self.foreign:
                 need(token not in text, f"{token} is a token of tokenizer_config.json or added_tokens.json, but not of "
