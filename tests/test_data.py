@@ -378,17 +378,66 @@ def test_a_document_begins_and_ends_as_published_tokenizers_have_it(tmp_path, na
     assert Corpus([str(out)], 9).separator == len(names)
 
 
+@pytest.mark.parametrize("names, published, first", [
+    (["<pad>", "<eos>", "<bos>", "<s>", "</s>"], ("<bos>", "<eos>"), "<bos>"),
+    (["<|begin_of_text|>", "<|end_of_text|>", "<bos>", "<eos>"], ("<bos>", "<eos>"), "<bos>"),
+    (["<s>", "</s>", "<|endoftext|>"], ("<s>", "</s>"), "<s>"),
+    (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ("<|im_start|>", "<|im_end|>"), "")])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_document_begins_with_what_the_tokenizer_puts_before_texts(tmp_path, names, published, first, file):
+    """As Gemma's, whose <s> is HTML's, DeepSeek's distilled Llama, Phi, and SmolLM, which puts nothing before it. The
+    judge is the tokenizers library; the published end follows."""
+    words = {name: i for i, name in enumerate([*names, "a"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if first:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            f"{first} $A", special_tokens=[(first, names.index(first))])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(json.dumps(dict(zip(("bos_token", "eos_token"), published))))
+    (tmp_path / "text").write_text("a a")
+    tokenizing.tokenize([str(tmp_path / "text")], str(tmp_path / "tokenizer.json"), str(tmp_path / "out.bin"))
+    wanted = tokenizer.encode("a a").ids
+    wanted = [*wanted, names.index(published[1])] if first else [names.index("<|endoftext|>"), *wanted]
+    assert everything(Corpus([str(tmp_path / "out.bin")], 9)) == (wanted, [0])
+
+
+def test_what_a_tokenizer_cannot_read_is_counted_or_refused(tmp_path, capsys):
+    path, text = tokenizer_of(tmp_path / "tokenizer.json", "<s>", "?", "a"), tmp_path / "text"
+    text.write_text("a b c a d")
+    for unknown, says in (("?", f"data: 3 of 6 tokens are ?: {path} has no tokens for what is written there\n"),
+                          (None, "the tokenizer cannot read the text: WordLevel error: Missing [UNK]")):
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+        tokenizer.model = tokenizers.models.WordLevel({"<s>": 0, "?": 1, "a": 2}, *([unknown] if unknown else []))
+        tokenizer.save(path)
+        if unknown:
+            tokenizing.tokenize([str(text)], path, str(tmp_path / "out.bin"))
+            assert says in capsys.readouterr().err
+        else:
+            with pytest.raises(ValueError, match=one_line(says)):
+                tokenizing.tokenize([str(text)], path, str(tmp_path / "out.bin"))
+
+
 def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     path, other = (tokenizer_of(tmp_path / name, *words) for name, words in (
         ("tokenizer.json", ["<s>", "?", *chat.CHATML_MARKERS]), ("other.json", ["a", "?"])))
     good, bad, asked, out = (tmp_path / name for name in ("good.txt", "bad.txt", "asked.jsonl", "out/tokens.bin"))
     good.write_text("a")
     bad.write_bytes(b"ab\xff\xfe")
+    pointer, model, none = tmp_path / "pointer.json", tmp_path / "tokenizer.model", tmp_path / "none.jsonl"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\n")
+    model.write_bytes(b"\n\x0e\n\x05<unk>")  # of sentencepiece
+    none.write_text('{"text": ""}\n')
     asked.write_text('{"messages": [{"role": "user", "content": "a"}]}')
     for arguments, says in (
             (([str(good), str(bad)], path, str(out)), f"{bad}: is no UTF-8 text (invalid start byte at byte 2)"),
             (([str(asked)], path, str(out)), f"{asked}: no conversation has a message of the role assistant"),
             (([str(good)], str(good), str(out)), f"{good}: is no tokenizer.json: "),
+            (([str(good)], str(tmp_path), str(out)), f"{tmp_path}: is a folder: name the tokenizer.json in it"),
+            (([str(good)], str(pointer), str(out)), f"{pointer}: is a pointer of Git LFS"),
+            (([str(good)], str(model), str(out)), f"{model}: is no tokenizer.json: expected value at line 2 column "
+                                                    "1; AutoTokenizer.from_pretrained("),
+            (([str(none)], path, str(out)), f"{none}: holds no text"),
             (([str(good)], other, str(out)), f"{other}: has none of <|endoftext|>, "),
             (([str(good)], path, str(out), "<sep>"), f"{path}: has none of <sep>: "),
             (([str(good)], path, str(out.with_suffix(".npy"))), f"--out {out.with_suffix('.npy')}: its name must end "),

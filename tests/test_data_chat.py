@@ -86,9 +86,13 @@ def publish(folder: Path, template: str) -> transformers.PreTrainedTokenizerFast
 def learned(folder: Path, *records, ignored=()) -> list[tuple[str, list[tuple[str, str]]]]:
     """What `tokenize` makes of records: for each document its text, and (all before, what is learned) for each run of
     targets."""
-    lines, out = folder / "chat.jsonl", folder / "out" / "tokens.bin"
-    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
-    count, _ = tokenizing.tokenize([str(lines)], str(folder / "tokenizer.json"), str(out), ignored=ignored)
+    (folder / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return learned_of(folder, folder / "chat.jsonl", ignored)
+
+
+def learned_of(folder: Path, file: Path, ignored=()) -> list[tuple[str, list[tuple[str, str]]]]:
+    out = folder / "out" / "tokens.bin"
+    count, _ = tokenizing.tokenize([str(file)], str(folder / "tokenizer.json"), str(out), ignored=ignored)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def text(tokens) -> str:
@@ -308,3 +312,222 @@ def test_markers_that_are_no_tokens_are_named(folder, capsys):
     publish(folder, "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}<|eot|>{% endfor %}")
     learned(folder, dict(prompt="a", completion="b"))
     assert f"{folder}/tokenizer.json: has no token <|turn|>, which the chat template writes" in capsys.readouterr().err
+
+
+# ---- calls of tools -------------------------------------------------------------------------------------------------
+
+WRITES_CALLS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+                "{% for c in m.tool_calls or [] %}<tool_call>CALL</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CALLS = {  # how published templates write a call, and which form of its arguments they want
+    "qwen 2.5": ('{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}', dict),
+    "qwen 3.5": ("{% for key, value in c.function.arguments | items %}{{ key }}={{ value }} {% endfor %}", dict),
+    "gemma 4": ("{{ '{' + c.function.arguments + '}' if c.function.arguments is string else c.function.arguments }}",
+                dict),
+    "deepseek 3": ("{{ c.function.name + '\n' + c.function.arguments + '\n' }}", str),
+}
+ARGUMENTS = [dict(city="Zürich", days=2), dict(query="x", exact=True), {}]
+
+
+@pytest.mark.parametrize("form", ["objects", "JSON", "calls as JSON", "parquet"])
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_calls_are_written_as_the_template_wants_them(folder, name, form):
+    """Whichever form the data has. Arrow fills objects with nulls, which a template would write as arguments."""
+    call, wanted_form = CALLS[name]
+    tokenizer = publish(folder, WRITES_CALLS.replace("CALL", call))
+
+    def conversation(arguments, calls=lambda found: found) -> list[dict]:
+        function = dict(name="find", arguments=arguments)
+        return [dict(role="user", content="a"), dict(role="assistant", content="b", tool_calls=calls(
+            [dict(type="function", function=function)]))]
+    as_text = [json.dumps(each, ensure_ascii=form == "JSON") for each in ARGUMENTS]  # as it is given, if it is text
+    wanted = [pair for each in (as_text if wanted_form is str else ARGUMENTS)
+              for pair in as_generated(tokenizer, conversation(each), True)]
+    if form == "calls as JSON":
+        records = [dict(messages=conversation(each, json.dumps)) for each in ARGUMENTS]
+    else:
+        records = [dict(messages=conversation(each)) for each in (as_text if form == "JSON" else ARGUMENTS)]
+    if form == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(records), folder / "chat.parquet")
+        documents = learned_of(folder, folder / "chat.parquet")
+    else:
+        documents = learned(folder, *records)
+    got = [(before.removeprefix("<|endoftext|>"), answer) for _, runs in documents for before, answer in runs]
+    assert got == wanted
+
+
+@pytest.mark.parametrize("tools", ["[]", "", [], None, "null"])
+def test_an_empty_list_of_tools_is_none(folder, tools):
+    publish(folder, TEMPLATES["glm 4"][0])
+    record = dict(SHAPES["messages"])
+    assert learned(folder, record | dict(tools=tools)) == learned(folder, record)
+
+
+# ---- what a template leaves out -------------------------------------------------------------------------------------
+
+def turns_by(branches: str) -> str:
+    return (f"{{% for m in messages %}}{branches}{{% endfor %}}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+LEAVES_OUT = {  # a template, and the message that is not in its text; None: all are
+    "no tools": (turns_by(f"{{% if m.role in ('system', 'user', 'assistant') %}}{TURN}{{% endif %}}"), "tool, which is "
+                                                                                                       "number 4"),
+    "no system": (turns_by(f"{{% if m.role != 'system' %}}{TURN}{{% endif %}}"), "system, which is number 1"),
+    "a system message at the beginning": (turns_by(f"{{% if m.role != 'system' or loop.first %}}{TURN}{{% endif %}}"),
+                                          "system, which is number 6"),
+    "lists of parts": (turns_by("<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}"
+                                "{{ part.text }}{% endif %}{% endfor %}<|im_end|>"), "system, which is number 1"),
+    "as JSON": (turns_by(TURN.replace("m.content", "m.content | tojson")), None),
+    "trimmed": (turns_by(TURN.replace("m.content", "m.content | trim")), None),
+    "all": (turns_by(TURN), None),
+}
+
+
+@pytest.mark.parametrize("template, missing", LEAVES_OUT.values(), ids=LEAVES_OUT)
+def test_a_message_that_a_template_leaves_out_is_refused(folder, capsys, template, missing):
+    """A short content could be anywhere, so that it is not enough to look for it."""
+    publish(folder, template)
+    messages = [dict(role=role, content=content) for role, content in (
+        ("system", "s"), ("user", ' "2"\n+ 2? '), ("assistant", "Let's see."), ("tool", "4"), ("assistant", "It is 4."),
+        ("system", "From now on, speak French."), ("user", "Et 3 + 3?"), ("assistant", "6"))]
+    if missing:
+        line = f"line 1: [^\n]*the chat template does not use the content of a message of the role {missing}"
+        with pytest.raises(ValueError, match=line):
+            learned(folder, dict(messages=messages))
+    else:
+        learned(folder, dict(messages=messages))
+    assert "leaves out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, is_left_out", [("as DeepSeek-R1", True), ("qwen 3", False)])
+def test_thoughts_that_a_template_leaves_out_of_all_answers_are_named(folder, capsys, name, is_left_out):
+    """Once. Qwen 3 has them in the answer that a model generates, and so in a document."""
+    template = TEMPLATES["qwen 3"][0] if name == "qwen 3" else turns_by(
+        TURN.replace("m.content", "m.content.split('</think>')[-1]"))
+    publish(folder, template)
+    thought = "reasoning_content" if name == "qwen 3" else "content"
+    messages = [message for i in range(3) for message in (
+        dict(role="user", content=f"{i} + {i}?"), dict(role="assistant", content=f"{2 * i}") | {
+            thought: f"<think>twice {i}</think>{2 * i}"})]
+    documents = learned(folder, dict(messages=messages), dict(messages=messages))
+    answers = [answer for _, runs in documents for _, answer in runs]
+    said = capsys.readouterr().err
+    assert said.count("line 1: the chat template leaves out a part of a message of the role assistant") == is_left_out
+    assert any("twice" in answer for answer in answers) != is_left_out
+
+
+@pytest.mark.parametrize("inside, outside", [("{{ m.content }}<|im_end|>", ""), ("{{ m.content }}", "<|im_end|>")])
+def test_marks_that_leave_out_the_end_of_an_answer_are_named(folder, capsys, inside, outside):
+    """What is learned is what transformers says."""
+    tokenizer = publish(folder, turns_by(
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}" + inside + "{% endgeneration %}"
+        + outside + "{% else %}{{ m.content }}<|im_end|>{% endif %}"))
+    messages = SHAPES["messages"]["messages"]
+    want = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    (_, runs), = learned(folder, dict(messages=messages))
+    assert [answer for _, answer in runs] == [tokenizer.decode([token for token, is_target in zip(
+        want["input_ids"], want["assistant_masks"]) if is_target])]
+    said = "line 1: the chat template writes <|im_end|> after an answer, outside of its generation marks"
+    assert capsys.readouterr().err.count(said) == (outside != "")
+
+
+# ---- where a template is --------------------------------------------------------------------------------------------
+
+def test_templates_are_found_where_transformers_writes_them(folder, capsys):
+    """chat_template.json is what it wrote beside processors."""
+    messages = SHAPES["messages"]["messages"]
+    plain, with_tools = turns_by(TURN), CHATML
+    tokenizer = publish(folder, plain)
+    places = {"tokenizer_config.json": json.dumps(dict(chat_template=plain)), "chat_template.jinja": plain,
+              "chat_template.json": json.dumps(dict(chat_template=plain))}
+    for name, content in places.items():
+        for other in places:
+            (folder / other).unlink(missing_ok=True)
+        (folder / name).write_text(content)
+        (text, _), = learned(folder, dict(messages=messages))
+        assert text.removeprefix("<|endoftext|>") == tokenizer.apply_chat_template(messages, tokenize=False), name
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    (folder / "chat_template.jinja").write_text(plain)
+    (text, _), = learned(folder, dict(messages=messages, tools=TOOLS))
+    assert text.removeprefix("<|endoftext|>") == tokenizer.apply_chat_template(
+        messages, tokenize=False, chat_template=with_tools, tools=TOOLS)
+    assert "no chat template lies beside it" not in capsys.readouterr().err
+
+
+def test_without_a_template_chatml_is_said_and_a_tokenizer_may_have_any_name(folder, capsys):
+    (folder / "tokenizer.json").rename(folder / "mine.json")
+    (folder / "chat.jsonl").write_text(json.dumps(SHAPES["messages"]))
+    tokenizing.tokenize([str(folder / "chat.jsonl")], str(folder / "mine.json"), str(folder / "out" / "tokens.bin"))
+    said = f"data: {folder}/mine.json: no chat template lies beside it, so conversations are written as ChatML\n"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template, variable", [
+    ("{{ strftime_now('%Y') }}", ""), ("{{ date_string if date_string is defined else strftime_now('%Y') }}",
+                                       " if date_string is not in chat_template_kwargs")])
+def test_a_template_that_writes_the_date_is_named(folder, capsys, template, variable):
+    publish(folder, template + turns_by(TURN))
+    learned(folder, SHAPES["messages"])
+    assert f"{folder}/tokenizer.json: the chat template writes today's date{variable}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [
+    dict(added_tokens_decoder={"900": dict(content="<|turn|>", special=True)}), dict(bos_token="<|turn|>")])
+def test_a_token_that_only_another_file_has_is_refused_where_it_is_written(folder, settings):
+    """By tokenizer.json alone it would be pieces, though transformers reads it as one token."""
+    for template, is_written in (("<|turn|>" + turns_by(TURN), True), (turns_by(TURN), False)):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | dict(chat_template=template)))
+        if is_written:
+            with pytest.raises(ValueError, match=r"line 1: [^\n]*<\|turn\|> is a token of tokenizer_config.json or "):
+                learned(folder, SHAPES["messages"])
+        else:
+            assert len(learned(folder, SHAPES["messages"])) == 1
+
+
+# ---- tokens across the beginning of an answer -----------------------------------------------------------------------
+
+ANSWER = "Yes, the answer is yes."
+BEGINNINGS = {  # what is before an answer, and in it
+    "a space before": ("\nassistant: ", "{{ m.content }}"), "a space inside": ("\nassistant:", "{{ ' ' + m.content }}"),
+    "a line": ("\nassistant:\n", "{{ m.content }}"), "a marker": ("<|im_start|>assistant\n", "{{ m.content }}"),
+    "nothing": ("\n# ", "{{ m.content }}")}
+
+
+@pytest.mark.parametrize("before, inside", BEGINNINGS.values(), ids=BEGINNINGS)
+@pytest.mark.parametrize("kind", ["trimmed", "bytes", "llama 2"])
+def test_the_first_word_of_an_answer_is_learned_however_tokens_lie(tmp_path, kind, before, inside):
+    """As transformers' mask of generation marks has it: with a token that begins before the answer. A template with
+    marks and the same without have the same targets, up to the end, which the marks leave out here."""
+    models, pre = tokenizers.models, tokenizers.pre_tokenizers
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre.Metaspace() if kind == "llama 2" else pre.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=CONTROL,
+                                             initial_alphabet=pre.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([f"user: {ANSWER}\nassistant: {ANSWER} # {ANSWER}\n"] * 20, trainer)
+    if kind == "trimmed":  # the places of tokens have no spaces
+        tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    elif kind == "llama 2":
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"),
+                                                                tokenizers.normalizers.Replace(" ", "▁")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    messages, answers = [dict(role="user", content=ANSWER), dict(role="assistant", content=ANSWER)] * 2, []
+    for begin, end in (("{% generation %}", "{% endgeneration %}"), ("", "")):
+        published = publish(tmp_path, (
+            "{% for m in messages %}{% if m.role == 'assistant' %}" + before + begin + inside + end + "</s>{% else %}"
+            "user: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}" + before + "{% endif %}"))
+        learned(tmp_path, dict(messages=messages))
+        corpus = Corpus([str(tmp_path / "out" / "tokens.bin")], 1000)
+        tokens, _, targets = corpus.read(1, len(corpus) - 1)
+        answers.append((tokens.tolist(), targets.tolist()))
+        if begin:
+            want = published.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, ends = want["input_ids"], [token == CONTROL.index("</s>") for token in want["input_ids"]]
+    mask = [value == 1 for value in want["assistant_masks"]]
+    if not (kind == "trimmed" and before.endswith(":")):  # there transformers finds no token at a space, and stops
+        assert answers[0] == (ids, mask)
+    assert answers[1] == (ids, [is_target or is_end for is_target, is_end in zip(answers[0][1], ends)])

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -232,6 +233,46 @@ def test_a_pretrained_model_without_a_tokenizer_reads_bytes_and_says_so(publishe
     written(tmp_path / "texts", ["a"])
     run(f"--init-from {published} --data {tmp_path}/texts --seq-len 8 --global-batch 1 --steps 1 --sample-prompt=")
     assert f"data: {published} has no tokenizer.json, so text is read as bytes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"])
+def test_a_pretrained_model_whose_tokenizer_has_another_form_is_not_fed_with_bytes(published, tmp_path, name):
+    (published / "tokenizer.json").rename(published / name)
+    written(tmp_path / "texts", ["a"])
+    line = f"^{published}: has no tokenizer.json, by which text is read, but {name}: AutoTokenizer.from_pretrained"
+    with pytest.raises(ValueError, match=line):
+        run(f"--init-from {published} --data {tmp_path}/texts --seq-len 8 --global-batch 1 --steps 1 --sample-prompt=")
+
+
+def test_kept_tokens_depend_on_all_files_of_the_tokenizer_and_of_the_data(published, tmp_path, monkeypatch):
+    """And on the version of the format; they are found in a folder that has become read-only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("import torch")
+    path, made = str(published / "tokenizer.json"), set()
+
+    def tokens() -> Path:
+        return tokenizing.tokens_of(data.files_in(tmp_path / "a.txt"), path, "")
+    (published / "additional_chat_templates").mkdir()
+    for name in ("", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+                 "added_tokens.json", "additional_chat_templates/tool_use.jinja"):
+        for content in ("{}", "{ }") if name else ("",):
+            if name:
+                (published / name).write_text(content)
+            made.add(tokens())
+    assert len(made) == 1 + 2 * 6
+    (published / "model.safetensors").touch()
+    with patch.object(Path, "mkdir", side_effect=OSError(30, "Read-only file system")):
+        assert tokens() in made
+        (tmp_path / "a.txt").write_text("import other")
+        with pytest.raises(ValueError, match="Read-only file system$"):
+            tokens()
+    monkeypatch.setattr(tokenizing, "FORMAT", 0)
+    assert tokens() not in made
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
+        with pytest.raises(ValueError, match="^there is no home folder .*: give --checkpoint-dir, or set XDG_"):
+            tokens()
+        assert tokenizing.tokens_of(data.files_in(tmp_path / "a.txt"), path, str(tmp_path / "run")).is_file()
 
 
 def test_a_prompt_is_continued_without_tokenizing_all_of_the_default_text(published, tmp_path, monkeypatch):
