@@ -59,6 +59,7 @@ from run.texts import (
     encoding_of,
     files_in,
     head_of,
+    named,
     note_kinds,
     standard_library,
 )
@@ -262,6 +263,7 @@ class Samples:
         self.spans_of = [(source.stop - source.start - 1) // seq for source in corpus.sources]
         for spans, (name, start, stop, _) in zip(self.spans_of, corpus.sources):
             need(spans > 0, f"{name} holds {stop - start:,} tokens: fewer than one sample of --seq-len {seq} + 1")
+        self.origins: set[str] = set()  # the files that were read, before they were tokenized
         self.spans, self.order = sum(self.spans_of), in_turn([source.weight for source in corpus.sources])
 
     def identity(self) -> dict[str, int | str | None]:
@@ -359,6 +361,7 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
     try:
         with told_if_slow("looking for files of data"):
             found = find(paths)
+        origins = {os.path.realpath(file.path) for files in found for file in files}
         if kind_of(found, paths) == "text":
             check_apart(settings, paths)
             if folder := tokenizer_of(settings):
@@ -369,7 +372,15 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
             corpus = Corpus(paths, settings.model.vocab, dtype, separator, weights=weights, found=found)
     except OSError as error:
         raise ValueError(cannot_be_read(error.filename or " ".join(paths), error)) from None
-    return Samples(corpus, settings.batch.seq_len, seed, data.mask_documents)
+    samples = Samples(corpus, settings.batch.seq_len, seed, data.mask_documents)
+    samples.origins = origins
+    return samples
+
+
+def note_shared(training: Samples, validation: Samples) -> None:
+    """Say which files are read for training and for validation."""
+    if shared := sorted(training.origins & validation.origins):
+        note(f"--val-data and --data both read {named(shared)}: the validation loss is not of unseen text")
 
 
 def check_apart(settings: config.Config, paths: list[str]) -> None:

@@ -29,7 +29,7 @@ from plan import search
 from pp import Pipeline, profile_range
 from run import checkpoint, cli, device, faults, generate, huggingface
 from run.checkpoint import Saver
-from run.data import Corpus, MicroBatch, Samples, open_samples
+from run.data import Corpus, MicroBatch, Samples, note_shared, open_samples
 from run.log import GradientNoise, Log, profiling
 from run.ranks import HostCopy, agree, gather_objects, host_group, meet
 from run.tokenizing import Codec, codec_of
@@ -109,6 +109,8 @@ class Run:
             self.host = host_group(run.timeout)
         need(not self.validation or self.validation.corpus.is_text == self.training.corpus.is_text,
              "--val-data: is text and --data token files, or the other way round: give both of one kind")
+        if self.validation:
+            note_shared(self.training, self.validation)
         for samples in filter(None, (self.training, self.validation)):
             world, corpus = groups["world"], samples.corpus
             outside = torch.tensor(corpus.outside(world.rank, world.size), device=self.device)

@@ -228,8 +228,18 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built: int
     if samples:
         lines.append(
             f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-            f"{samples.spans:,} samples of {batch.seq_len}")
+            f"{samples.spans:,} samples of {batch.seq_len}{times_read(settings, samples)}")
     return "\n".join(lines)
+
+
+def times_read(settings: config.Config, samples) -> str:
+    """How often the run reads the samples of each source; "" if it reads none of them twice, or has a batch ramp."""
+    if settings.batch.batch_ramp:
+        return ""
+    count = settings.optim.steps * settings.batch.global_batch
+    weights = [source.weight for source in samples.corpus.sources]
+    times = [count * weight / sum(weights) / spans for weight, spans in zip(weights, samples.spans_of)]
+    return f", read {' and '.join(f'{each:.3g}' for each in times)} times" if max(times) > 1 else ""
 
 
 def grid_line(grid: config.Grid, model: config.Model) -> str:

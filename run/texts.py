@@ -312,7 +312,7 @@ def unreadable(file: Path) -> str:
     return ""
 
 
-def named(files: list[Path], most: int = 5) -> str:
+def named(files: list[Path | str], most: int = 5) -> str:
     """The first files of a list, and how many more it has."""
     return ", ".join(map(str, files[:most])) + (f" and {len(files) - most:,} more" if len(files) > most else "")
 
