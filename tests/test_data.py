@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import transformers
 from runs import run
 
 from core import rules
-from run import chat, data, texts, token_files, tokenizing
+from run import chat, data, log, texts, token_files, tokenizing
 from run.data import Corpus, MicroBatch, Samples, shuffled
 from run.token_files import MAGIC, OUR_HEADER
 from run.tokenizing import BYTES_SEPARATOR, Codec, codec_of
@@ -228,6 +229,43 @@ def test_validation_data_are_of_the_kind_of_the_training_data_and_read_end_to_en
     settings = rules.parse(f"{flags} {low} {high} --data-weights 3,1 --val-data {high} {low}".split())
     samples = data.open_samples(settings, settings.data.val_data, None)
     assert samples.micro_batch([*range(9)]).tokens.flatten().tolist() == [*range(100, 140), *range(40)][:9 * 8]
+
+
+@pytest.mark.parametrize("trained, validated, shared", [
+    ("train", "train", ["train/a.txt", "train/b.txt"]), ("train", "train/b.txt", ["train/b.txt"]),
+    ("train/a.txt", "linked", ["train/a.txt"]), ("train/a.txt", "train/b.txt", []), ("train", "unseen", [])])
+def test_files_that_are_for_training_and_for_validation_are_named(tmp_path, trained, validated, shared):
+    (tmp_path / "train").mkdir()
+    for name in "train/a.txt", "train/b.txt", "unseen":
+        (tmp_path / name).write_text("text" * 9)
+    (tmp_path / "linked").symlink_to(tmp_path / "train" / "a.txt")
+    printed = run(f"--layers 1 --hidden 32 --ffn 32 --seq-len 8 --global-batch 1 --steps 1 --sample-prompt= "
+                  f"--data {tmp_path / trained} --val-data {tmp_path / validated}")
+    said = [line for line in printed.splitlines() if "both read" in line]
+    names = ", ".join(str(tmp_path / name) for name in shared)
+    assert said == ([f"data: --val-data and --data both read {names}: the validation loss is not of unseen text"]
+                    if shared else [])
+
+
+@pytest.mark.parametrize("flags, steps, says", [
+    ("", 5, ""), ("", 6, ", read 1.2 times"), ("", 50, ", read 10 times"),
+    ("--data-weights 3,1", 10, ", read 2.5 and 1.25 times"), ("--data-weights 1,9", 1, "")])
+def test_a_run_says_how_often_it_reads_its_samples_if_more_than_once(tmp_path, flags, steps, says):
+    """As often as their numbers occur in all steps."""
+    files = [token_file(tmp_path / f"{i}.bin", [0] * (8 * size + 1)) for i, size in enumerate((6, 4))]
+    asked = f"--vocab 300 --seq-len 8 --global-batch 2 --steps {steps} {flags} --dtype fp32 --data".split()
+    settings = rules.parse(asked + files)
+    samples = data.open_samples(settings, files, 0)
+    read = Counter(samples.start(number) for number in range(2 * steps))
+    assert says == log.first_lines(settings, {}, "cpu", samples=samples).partition("samples of 8")[2]
+    sources = samples.corpus.sources
+    times = [sum(read[start] for start in range(source.start, source.stop)) / ((source.stop - source.start) // 8)
+             for source in sources]
+    if says:
+        said = [float(number) for number in re.findall(r"[\d.]+", says)]
+        assert said == pytest.approx(times, abs=0.26 if flags else 1e-9)  # of a mixture to one sample
+    else:
+        assert max(times) <= 1
 
 
 # ---- masks and mixtures ---------------------------------------------------------------------------------------------
