@@ -49,6 +49,7 @@ KINDS = dict(text="text", lines="records, one a line", json="records in JSON", p
              datasets="records of the datasets library")
 WANTED = ("text; messages; conversations; prompt and completion; or instruction and output")
 NOWHERE, NO_FILE, TWICE = "links to nowhere", "not files", "links to folders that are read anyway"
+OTHER_NAMES = "other names of files that are read anyway"
 VARIABLES = "tools", "documents"  # keys of a record that go to the chat template
 # Keys of a record that say where it is from. They are no part of a conversation, and are named once for each file.
 BOOKKEEPING = {"id", "idx", "index", "uuid", "conversation_id", "prompt_id", "source", "dataset", "url", "date",
@@ -265,7 +266,8 @@ def files_in(path: Path) -> list[Found]:
 
 
 def walk(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
-    """Return all files in a folder, sorted, and the files that are left out, by the reason. Links are followed."""
+    """Return all files in a folder, sorted, and the files that are left out, by the reason. Links are followed; of the
+    names of one file, one with a suffix is taken, which says what it is: the cache of a hub has another without."""
     inside, seen = [], set()
     left_out: dict[str, list[Path]] = {"hidden": [], NOWHERE: [], NO_FILE: [], TWICE: []}
     for here, folders, names in os.walk(folder, followlinks=True):
@@ -293,7 +295,11 @@ def walk(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
                 left_out[NO_FILE].append(file)
             else:
                 inside.append(file)
-    return sorted(inside), left_out
+    names_of: dict[str, list[Path]] = {}
+    for file in sorted(inside, key=lambda file: (file.suffix == "", file)):
+        names_of.setdefault(os.path.realpath(file), []).append(file)
+    left_out[OTHER_NAMES] = sorted(file for names in names_of.values() for file in names[1:])
+    return sorted(names[0] for names in names_of.values()), left_out
 
 
 def unreadable(file: Path) -> str:

@@ -61,6 +61,7 @@ SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "<
 ENDS = {"<|begin_of_text|>": "<|end_of_text|>", "<s>": "</s>"}  # the end that belongs to a separator
 FORMAT = 2  # of the tokens of texts that are kept; raise it where the same texts become other tokens or targets
 HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes a tokenizer.json"
+RARE_LETTER = "\U00013080"  # a hieroglyph
 PIECE, OVERLAP = 2**16, 2**10  # characters of a large text that are encoded at once, and on each side of a cut
 
 
@@ -343,8 +344,8 @@ def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
 def targets_of(part: Part) -> np.ndarray:
     """Which tokens of a document the model learns to predict, bool; and, last, whether it learns the document's end.
 
-    A token that begins before an answer and has its first characters is learned, too. So does " Yes" of an answer "Yes"
-    to a prompt that ends with a space: else no answer's first word would be learned.
+    A token that lies across the beginning of an answer is learned, too, as " Yes" does where the prompt ends with a
+    space: else no answer's first word would be. But not if it has only spaces of the answer, as a marker may.
     """
     is_target = np.ones(len(part.ids) + 1, bool)
     if part.spans is None:
@@ -353,7 +354,10 @@ def targets_of(part: Part) -> np.ndarray:
     starts = np.array([start for start, _ in part.offsets], np.int64)
     stops = np.array([stop for _, stop in part.offsets], np.int64)
     for span in part.spans:
-        is_target[:-1] |= ((span.start <= starts) | (span.start < stops)) & (starts < span.stop)
+        is_target[:-1] |= (span.start <= starts) & (starts < span.stop)
+        across = (starts < span.start) & (span.start < stops)
+        if part.text[span.start:stops[across].max(initial=0)].strip():
+            is_target[:-1] |= across
         if not span.ends:  # up to the first token that says something, of the next message's marker
             first = last = int((starts < span.stop).sum())
             while last < len(part.ids) and not part.text[starts[last]:stops[last]].strip():
@@ -380,10 +384,18 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     return write_tokens(found, tokenizer_path, Path(out), marks, ignored)
 
 
+def note_what_it_leaves_out(tokenizer: Any, path: str) -> None:
+    """Say if a tokenizer has no token for a letter that it does not know, and no exception either."""
+    with contextlib.suppress(Exception):  # the library raises nothing narrower; of a text that has such a letter, too
+        if not tokenizer.encode(RARE_LETTER, add_special_tokens=False).ids:
+            note(f"{path}: has no token for characters outside of its alphabet, so they are left out of all texts")
+
+
 def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: Marks,
                  ignored: Iterable[str] = ()) -> tuple[int, int]:
     """`tokenize` for files that are found. The tokenizers library uses all cores."""
     tokenizer, beside = read_tokenizer(tokenizer_path), target.parent / "tokenizer.json"
+    note_what_it_leaves_out(tokenizer, tokenizer_path)
     tokenizer.post_processor = None  # it changes no id of a text, but may cut spaces off the places of tokens
     unknown = getattr(tokenizer.model, "unk_token", None) or ""
     for each in found:
