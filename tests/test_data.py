@@ -456,6 +456,22 @@ def test_what_a_tokenizer_cannot_read_is_counted_or_refused(tmp_path, capsys):
                 tokenizing.tokenize([str(text)], path, str(tmp_path / "out.bin"))
 
 
+@pytest.mark.parametrize("model, is_named", [
+    (tokenizers.models.BPE({"<s>": 0, "a": 1}, []), True), (tokenizers.models.BPE({"<s>": 0, "?": 1, "a": 2}, [],
+                                                                                  unk_token="?"), False),
+    (tokenizers.models.WordLevel({"<s>": 0, "a": 1}), False)])
+def test_a_tokenizer_that_leaves_characters_out_is_named(tmp_path, capsys, model, is_named):
+    """The tokenizers library says nothing of it: the judge are its tokens of a letter that is not in the vocabulary."""
+    path, tokenizer = tmp_path / "tokenizer.json", tokenizers.Tokenizer(model)
+    tokenizer.save(str(path))
+    if is_named:
+        assert tokenizer.encode("aüa").ids == [1, 1]
+    (tmp_path / "text").write_text("a")
+    tokenizing.tokenize([str(tmp_path / "text")], str(path), str(tmp_path / "out.bin"))
+    said = f"data: {path}: has no token for characters outside of its alphabet, so they are left out of all texts\n"
+    assert (said in capsys.readouterr().err) == is_named
+
+
 def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     path, other = (tokenizer_of(tmp_path / name, *words) for name, words in (
         ("tokenizer.json", ["<s>", "?", *chat.CHATML_MARKERS]), ("other.json", ["a", "?"])))

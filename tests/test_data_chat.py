@@ -531,3 +531,19 @@ def test_the_first_word_of_an_answer_is_learned_however_tokens_lie(tmp_path, kin
     if not (kind == "trimmed" and before.endswith(":")):  # there transformers finds no token at a space, and stops
         assert answers[0] == (ids, mask)
     assert answers[1] == (ids, [is_target or is_end for is_target, is_end in zip(answers[0][1], ends)])
+
+
+@pytest.mark.parametrize("answer", ["Yes.", " Yes.", "\n\nYes."])
+def test_a_marker_that_takes_spaces_of_an_answer_is_not_learned(folder, answer):
+    """As Phi 3's markers do. What precedes the answer are the tokens of the prompt."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|turn|>", rstrip=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    publish(folder, "{% for m in messages %}<|turn|>{{ m.content }}<|eot|>{% endfor %}"
+                    "{% if add_generation_prompt %}<|turn|>{% endif %}")
+    learned(folder, dict(messages=[dict(role="user", content="Really?"), dict(role="assistant", content=answer)]))
+    prompt = tokenizer.encode("<|turn|>Really?<|eot|><|turn|>").ids
+    corpus = Corpus([str(folder / "out" / "tokens.bin")], 400)
+    tokens, _, targets = corpus.read(1, len(corpus) - 1)
+    assert tokens[:len(prompt)].tolist() == prompt
+    assert targets.tolist() == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))

@@ -227,6 +227,22 @@ def test_of_a_folder_links_and_other_encodings_are_read_and_all_else_is_named(tm
         tokenizing.tokenize([str(folder)], by_bytes(tmp_path / "tokenizer.json"), str(tmp_path / "t.bin"))
 
 
+def test_a_file_with_several_names_is_read_once(tmp_path, capsys):
+    """As in the cache of a hub, whose snapshots are links to blobs without a suffix. The name that says what it is
+    counts."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for blob, name, content in (("5e1", "a.txt", "plain"), ("77f", "b.jsonl", '{"text": "1"}\n{"text": "2"}\n')):
+        (blobs / blob).write_text(content)
+        (snapshot / name).symlink_to(blobs / blob)
+    (snapshot / "also.txt").symlink_to(snapshot / "a.txt")
+    assert texts_of(Corpus([str(tmp_path)], 257)) == ["plain", "1", "2"]
+    said = capsys.readouterr().err
+    assert "other names of files that are read anyway: blobs/5e1, blobs/77f, snapshots/main/also.txt\n" in said
+    assert f"read as records, one a line: {snapshot}/b.jsonl\n" in said
+
+
 def test_beside_token_files_texts_are_named_and_companions_are_not(tmp_path, capsys):
     np.ones(9, np.uint16).tofile(tmp_path / "a.bin")
     np.ones(9, np.uint8).tofile(tmp_path / "a.mask")
