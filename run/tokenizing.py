@@ -170,6 +170,7 @@ class Marks(NamedTuple):
     begin: int
     end: int | None  # None: the next document's begin is the end
     turn_end: int  # what ends an answer after which nothing is written
+    bos: int | None = None  # the published beginning of a text; a conversation that begins with it needs no other
 
 
 def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
@@ -183,7 +184,7 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     end = None if end == begin else end
     turn_end = tokenizer.token_to_id(published.get("eos_token") or "")
     turn_end = turn_end if turn_end is not None else end if end is not None else begin
-    return Marks(begin, end, turn_end)
+    return Marks(begin, end, turn_end, tokenizer.token_to_id(published.get("bos_token") or ""))
 
 
 def published_settings(path: str) -> dict[str, str]:
@@ -484,18 +485,18 @@ class Writer:
 
     def add(self, part: Part) -> None:
         """Append tokens. A separator before a document's first is no target in a conversation, and is left out where a
-        chat template begins with it."""
+        chat template begins with it or with another beginning: a model never sees two."""
         marks, ids, targets = self.marks, part.ids, targets_of(part)
         learns_end, targets = targets[-1], targets[:-1]
         if part.begins:
             self.first_tokens.append(self.count)
-            if ids[:1] != [marks.begin]:
+            if ids[:1] != [marks.begin] and (part.spans is None or ids[:1] != [marks.bos]):
                 ids, targets = [marks.begin, *ids], np.concatenate(([part.spans is None], targets))
         if part.ends and part.spans is None and marks.end is not None and ids[-1:] != [marks.end]:
             ids, targets = [*ids, marks.end], np.append(targets, True)
         if part.ends and part.spans is not None and learns_end:
             ids, targets = [*ids, marks.turn_end], np.append(targets, True)
-        self.needs_starts |= marks.begin in ids[int(part.begins):]
+        self.needs_starts |= marks.begin in ids[int(part.begins):] or (part.begins and ids[:1] != [marks.begin])
         self.stream.write(np.array(ids, self.kind).tobytes())
         self.mask_stream.write(targets.astype(bool).tobytes())
         self.count, self.targets = self.count + len(ids), self.targets + int(targets.sum())
