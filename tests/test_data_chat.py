@@ -135,7 +135,8 @@ def test_each_answer_is_learned_as_it_would_be_generated(folder, template, write
     documents = learned(folder, dict(messages=messages), dict(messages=messages))
     got = [(before.removeprefix("<|endoftext|>"), answer) for _, runs in documents for before, answer in runs]
     assert got == wanted * 2
-    assert all(text.startswith("<|endoftext|>") for text, _ in documents)
+    begin = "<s>" if "bos_token" in template else "<|endoftext|>"
+    assert all(text.startswith(begin) and text.count("<s>") == text.count("[INST]") for text, _ in documents)
 
 
 def test_an_answer_sees_its_question_when_documents_are_masked(folder):
@@ -159,9 +160,10 @@ def test_generation_marks_are_the_targets_of_transformers(folder):
     messages = [dict(role=role, content=content) for role, content in CONVERSATIONS["three turns"]]
     want = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     learned(folder, dict(messages=messages))
-    tokens, _, targets = Corpus([str(folder / "out" / "tokens.bin")], 400).read(0, len(want["input_ids"]) + 1)
-    assert tokens.tolist()[1:] == want["input_ids"]
-    assert targets.tolist()[1:] == [value == 1 for value in want["assistant_masks"]]
+    corpus = Corpus([str(folder / "out" / "tokens.bin")], 400)
+    tokens, begins, targets = corpus.read(0, len(corpus))
+    assert tokens.tolist() == want["input_ids"] and np.flatnonzero(begins).tolist() == [0]
+    assert targets.tolist() == [value == 1 for value in want["assistant_masks"]]
 
 
 TOOLS = [dict(type="function", function=dict(name="add", description="a + b", parameters={}))]
