@@ -552,6 +552,8 @@ def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: s
         with open(folder / "lock", "w") as lock:
             with contextlib.suppress(OSError):  # not every shared file system has locks: there all ranks do the work
                 fcntl.flock(lock, fcntl.LOCK_EX)
+                for left in folder.glob("tmp*"):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
             if not tokens.is_file():
                 speaking.set(True)
                 note(f"tokenizing it with {tokenizer_path}; later runs find the tokens in {folder}")
