@@ -267,6 +267,11 @@ def test_kept_tokens_depend_on_all_files_of_the_tokenizer_and_of_the_data(publis
         with pytest.raises(ValueError, match="Read-only file system$"):
             tokens()
     made.add(tokens())
+    newest = tokens()
+    newest.unlink()
+    (newest.parent / "tmpkilled").mkdir()  # as a process leaves it that is killed
+    assert tokens() == newest and {file.name for file in newest.parent.iterdir()} == {"lock", "tokenizer.json",
+                                                                                      "tokens.bin"}
     monkeypatch.setattr(tokenizing, "FORMAT", 0)
     assert tokens() not in made
     monkeypatch.delenv("XDG_CACHE_HOME")
