@@ -157,20 +157,23 @@ class Template:
     def start_of_answer(self, before: list[dict], after: str, prompt: str, variables: dict[str, Any]) -> int:
         """Where in the text `after` the answer begins that follows the messages `before`: where the prompt for it ends.
 
-        The prompt of some templates begins a thought, which answers lack: then where the text stops to be that prompt.
-        If the prompt is unknown, or the messages before it are written in another way, where other answers would
-        differ.
+        The prompt of some templates begins a thought, which answers lack: then where the text stops to be that prompt,
+        or earlier, where other answers would differ: <tool_call> begins as <think> does. If the prompt is unknown, or
+        the messages before it are written in another way, it is where other answers would differ.
         """
+        same = len(after)
         if before:
             history = self.render(before, variables)
             prompted = self.render(before, variables, add_generation_prompt=True)
-            same = len(os.path.commonprefix((prompted, after)))
-            if same >= min(len(history), len(prompted)):
-                return same
+            common = len(os.path.commonprefix((prompted, after)))
+            if common == len(prompted):
+                return common
+            if common >= len(history):
+                same = common
         elif prompt and prompt in after:
             return after.index(prompt) + len(prompt)
         others = [self.render([*before, dict(role="assistant", content=answer)], variables) for answer in PROBES]
-        return min(len(os.path.commonprefix((other, after))) for other in others)
+        return min(same, *(len(os.path.commonprefix((other, after))) for other in others))
 
     def write_with_marks(self, conversation: Conversation) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
