@@ -285,6 +285,16 @@ def test_a_conversation_may_begin_with_the_assistant(folder, template):
     assert "4" in answers[-1] and len(answers) == 2
 
 
+@pytest.mark.parametrize("answer", ["b", "<tool_call>{}</tool_call>", "<", "<thinking>", "\n<think"])
+def test_an_answer_that_begins_like_a_prompt_s_thought(folder, answer):
+    """All of it is learned, not only what differs from <think>."""
+    publish(folder, "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
+                    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}")
+    messages = [dict(role="user", content="a"), dict(role="assistant", content=answer)]
+    (_, runs), = learned(folder, dict(messages=messages))
+    assert runs == [("<|endoftext|><|user|>a<|eot|><|assistant|>", f"{answer}<|eot|>")]
+
+
 def test_a_prompt_that_begins_a_thought_which_answers_lack(folder):
     """As DeepSeek-R1's template and those of Qwen's models that always think have it: an answer is learned from where
     the template writes it on."""
