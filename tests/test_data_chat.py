@@ -414,11 +414,16 @@ def test_a_message_that_a_template_leaves_out_is_refused(folder, capsys, templat
     assert "leaves out" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, is_left_out", [("as DeepSeek-R1", True), ("qwen 3", False)])
+THINKS = ("{% set parts = m.content.split('</think>') %}<|im_start|>{{ m.role + '\n' }}{% if parts | length > 1 %}"
+          "{{ '<think>\n' + parts[0].split('<think>')[-1].strip() + '\n</think>\n\n' }}{% endif %}"
+          "{{ parts[-1].strip() }}<|im_end|>")
+
+
+@pytest.mark.parametrize("name, is_left_out", [("as DeepSeek-R1", True), ("qwen 3", False), ("in contents", False)])
 def test_thoughts_that_a_template_leaves_out_of_all_answers_are_named(folder, capsys, name, is_left_out):
     """Once. Qwen 3 has them in the answer that a model generates, and so in a document."""
-    template = TEMPLATES["qwen 3"][0] if name == "qwen 3" else turns_by(
-        TURN.replace("m.content", "m.content.split('</think>')[-1]"))
+    template = {"qwen 3": TEMPLATES["qwen 3"][0], "in contents": turns_by(THINKS), "as DeepSeek-R1": turns_by(
+        TURN.replace("m.content", "m.content.split('</think>')[-1]"))}[name]
     publish(folder, template)
     thought = "reasoning_content" if name == "qwen 3" else "content"
     messages = [message for i in range(3) for message in (
