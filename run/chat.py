@@ -67,6 +67,7 @@ class Template:
         self.probed: dict[str, tuple[bool, str]] = {}
         self.noted: set[str] = set()  # what has been said once
         self.checked: set[str] = set()  # roles of which a content was looked for by words of ours
+        self.changed: set[str] = set()  # roles whose contents are in no text letter by letter
 
     def read_published(self) -> None:
         from tokenizers import Tokenizer
@@ -231,9 +232,12 @@ class Template:
         for i, message in enumerate(messages[:max(learned, default=-1) + 1]):
             role, content = message["role"], (message.get("content") or "").strip()
             is_there = any("".join(content.split()) in text for text in texts)
-            if content == "" or (role == "assistant" and i not in learned) or (role in self.checked and is_there):
+            if content == "" or (role == "assistant" and i not in learned) or role in self.changed or (
+                    role in self.checked and is_there):
                 continue
             self.checked.add(role)
+            if not is_there:
+                self.changed.add(role)  # to look for each of them would render all messages as often as there are some
             changed = message | dict(content=f"{PROBES[0]} {content} {PROBES[1]}")
             try:
                 new = self.write(replace(conversation, messages=[*messages[:i], changed, *messages[i + 1:]]))
