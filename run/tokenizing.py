@@ -88,7 +88,10 @@ class Codec(NamedTuple):
             tokens = self.encode(template.render(messages, {}, add_generation_prompt=True) if template else text)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
-        is_begun = chat and tokens[:1] == [self.separator]  # by the template
+        begins = {self.separator}
+        if chat and self.tokenizer:  # as in training, see Writer.add
+            begins.add(self.tokenizer.token_to_id(published_settings(self.path).get("bos_token") or ""))
+        is_begun = chat and tokens[:1] != [] and tokens[0] in begins  # by the template
         if self.separator is not None and not is_begun:
             tokens = [self.separator, *tokens]
         need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
