@@ -550,6 +550,18 @@ def test_the_first_word_of_an_answer_is_learned_however_tokens_lie(tmp_path, kin
     assert answers[1] == (ids, [is_target or is_end for is_target, is_end in zip(answers[0][1], ends)])
 
 
+@pytest.mark.parametrize("name", ["llama 2", "qwen 2"])
+def test_a_prompt_begins_as_conversations_do_in_training(folder, name):
+    """By the template if it writes a beginning, and only then without the separator."""
+    tokenizer = publish(folder, TEMPLATES[name][0])
+    messages = [dict(role="user", content="2 + 2?")]
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    separator = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    codec = tokenizing.Codec(separator, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+                             str(folder / "tokenizer.json"))
+    assert codec.prompt("2 + 2?", chat=True) == ([] if name == "llama 2" else [separator]) + wanted
+
+
 @pytest.mark.parametrize("answer", ["Yes.", " Yes.", "\n\nYes."])
 def test_a_marker_that_takes_spaces_of_an_answer_is_not_learned(folder, answer):
     """As Phi 3's markers do. What precedes the answer are the tokens of the prompt."""

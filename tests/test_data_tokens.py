@@ -270,8 +270,7 @@ def test_kept_tokens_depend_on_all_files_of_the_tokenizer_and_of_the_data(publis
     newest = tokens()
     newest.unlink()
     (newest.parent / "tmpkilled").mkdir()  # as a process leaves it that is killed
-    assert tokens() == newest and {file.name for file in newest.parent.iterdir()} == {"lock", "tokenizer.json",
-                                                                                      "tokens.bin"}
+    assert tokens() == newest and not [*newest.parent.glob("tmp*")]
     monkeypatch.setattr(tokenizing, "FORMAT", 0)
     assert tokens() not in made
     monkeypatch.delenv("XDG_CACHE_HOME")
