@@ -321,8 +321,8 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
      "sliding_window 7, but not in layers [1, 2]: must be in all"),  # as many as every second
     (dict(WINDOW, layer_types=["sliding_attention"] * 2), "one per layer"),
     (dict(WINDOW, layer_types=["chunked_attention"] * 3), "must be full_attention or sliding_attention"),
-    (dict(WINDOW, layer_types=[{}] * 3), "must be full_attention or sliding_attention"),
-    (dict(MOE, mlp_only_layers=5), "mlp_only_layers 5: only the first"),
+    (dict(WINDOW, layer_types=[{}] * 3), "layer_types [{}, {}, {}]: must be "),
+    (dict(MOE, mlp_only_layers=5), "mlp_only_layers 5: "),
     (dict(MOE, mlp_only_layers=[1]), "mlp_only_layers [1]: only the first layers can be dense"),
     *((changed, "") for changed in (
         dict(model_type="qwen3"), dict(num_hidden_layers=10**10), dict(hidden_act="gelu"), dict(attention_dropout=0.1),
