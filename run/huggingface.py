@@ -66,28 +66,79 @@ DEEPSEEK_NAMES = QWEN_MOE_NAMES | {
     "attention.kv_norm": "self_attn.kv_a_layernorm.weight", "attention.w_kv_up": "self_attn.kv_b_proj.weight",
     **{f"shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
-FIELDS = {  # of config.json: of config.Model
-    "vocab_size": "vocab", "hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers",
-    "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "factor": "rope_scaling", "tie_word_embeddings": "tied",
-    "sliding_window": "window", "num_experts": "experts", "num_local_experts": "experts",
-    "num_experts_per_tok": "top_k", "moe_intermediate_size": "expert_ffn", "norm_topk_prob": "router_norm",
-    "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", "qk_nope_head_dim": "head_dim",
-    "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "v_head_dim", "n_routed_experts": "experts",
-    "n_shared_experts": "shared_experts", "n_group": "expert_groups", "topk_group": "top_groups",
-    "first_k_dense_replace": "dense_layers", "routed_scaling_factor": "router_scale",
+
+
+class JsonField(NamedTuple):
+    """What a field of config.json may be. A number must be above 0, or 0 if `zero`; so must those of a list."""
+    kind: Any  # bool, int, float, str, dict, list[int] or list[str]
+    ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
+    zero: bool = False
+    null: bool = False  # whether it may be null
+    only: tuple = ()  # the values that our model computes, () for all; the first is meant where the field is absent
+
+
+FIELDS = {  # of config.json; a class of transformers reads those of its `defaults`, and of those with `only` some
+    "vocab_size": JsonField(int, "vocab"),
+    "hidden_size": JsonField(int, "hidden"),
+    "intermediate_size": JsonField(int, "ffn"),
+    "num_hidden_layers": JsonField(int, "layers"),
+    "num_attention_heads": JsonField(int, "heads"),
+    "num_key_value_heads": JsonField(int, "kv_heads", null=True),
+    "head_dim": JsonField(int, "head_dim", null=True),
+    "tie_word_embeddings": JsonField(bool, "tied"),
+    "rms_norm_eps": JsonField(float, "norm_eps"),
+    "hidden_act": JsonField(str, only=("silu", "swish")),
+    "attention_bias": JsonField(bool, only=(False,)),
+    "mlp_bias": JsonField(bool, only=(False,)),
+    "attention_dropout": JsonField(float, zero=True, only=(0,)),
+    "quantization_config": JsonField(dict, null=True, only=(None,)),
+    # Rotary embedding: model_fields reads these also from rope_parameters and rope_scaling.
+    "rope_theta": JsonField(float, "rope_theta"),
+    "rope_type": JsonField(str, only=("default", "llama3")),
+    "factor": JsonField(float, "rope_scaling"),
+    "partial_rotary_factor": JsonField(float, null=True, only=(None, 1)),
+    "low_freq_factor": JsonField(float),
+    "high_freq_factor": JsonField(float),
+    "original_max_position_embeddings": JsonField(int),
+    "full_attention": JsonField(dict, null=True, only=(None,)),  # rotary embeddings that differ by layer
+    "sliding_attention": JsonField(dict, null=True, only=(None,)),
+    "rope_interleave": JsonField(bool, only=(True,)),
+    # The sliding window.
+    "sliding_window": JsonField(int, "window", null=True),
+    "use_sliding_window": JsonField(bool),
+    "max_window_layers": JsonField(int, zero=True),
+    "layer_types": JsonField(list[str], null=True),
+    # Latent attention.
+    "kv_lora_rank": JsonField(int, "kv_lora_rank"),
+    "q_lora_rank": JsonField(int, "q_lora_rank", null=True),
+    "qk_nope_head_dim": JsonField(int, "head_dim"),
+    "qk_rope_head_dim": JsonField(int, "rope_head_dim"),
+    "v_head_dim": JsonField(int, "v_head_dim"),
+    # Experts.
+    "num_experts": JsonField(int, "experts"),
+    "num_local_experts": JsonField(int, "experts"),
+    "n_routed_experts": JsonField(int, "experts"),
+    "num_experts_per_tok": JsonField(int, "top_k"),
+    "moe_intermediate_size": JsonField(int, "expert_ffn"),
+    "n_shared_experts": JsonField(int, "shared_experts", zero=True),
+    "first_k_dense_replace": JsonField(int, "dense_layers", zero=True),
+    "mlp_only_layers": JsonField(list[int], zero=True, null=True),
+    "decoder_sparse_step": JsonField(int, only=(1,)),
+    "moe_layer_freq": JsonField(int, only=(1,)),
+    "norm_topk_prob": JsonField(bool, "router_norm"),
+    "routed_scaling_factor": JsonField(float, "router_scale"),
+    "n_group": JsonField(int, "expert_groups"),
+    "topk_group": JsonField(int, "top_groups"),
+    "scoring_func": JsonField(str, only=("sigmoid",)),
+    "topk_method": JsonField(str, only=("noaux_tc",)),
+    "router_jitter_noise": JsonField(float, zero=True, only=(0,)),
+    "model_type": JsonField(str),  # the architecture's
 }
-NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
-MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
-ACCEPTED = {  # fields that our model has no setting for, and the values that it computes; the first may be absent
-    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0,),
-    "router_jitter_noise": (0,), "decoder_sparse_step": (1,), "quantization_config": (None,),
-    "rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1),
-    "full_attention": (None,), "sliding_attention": (None,),  # rotary embeddings that differ by layer
-}
+KINDS = {  # kind: (an example, in words)
+    bool: (True, "true or false"), int: (1, "a whole number"), float: (1.0, "a number"), str: ("", "text"),
+    dict: ({}, "an object"), list[int]: ([1], "a list of whole numbers"), list[str]: ([""], "a list of texts")}
 LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # operations.rotary_angles computes this, with any factor
-KINDS = {bool: "true or false", int: "a whole number above 0", float: "a number above 0"}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -96,12 +147,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 class Architecture(NamedTuple):
-    """A class of transformers. defaults: of the fields of config.json that it reads, besides ACCEPTED."""
+    """A class of transformers. defaults: of the fields of config.json that it reads, besides those with `only`."""
     model_type: str
     defaults: dict[str, Any]
     names: dict[str, str] = NAMES  # of weights
     fixed: dict[str, Any] = {}  # of config.Model's fields, those that config.json does not name
-    accepted: dict[str, tuple] = {}  # besides ACCEPTED
+    only: dict[str, tuple] = {}  # the values that this class computes, of fields without an `only` for all classes
 
 
 def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
@@ -129,8 +180,7 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
         4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
         mlp_only_layers=None), QWEN_MOE_NAMES, dict(qk_norm=True)),
     "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, dict(router="sigmoid"), dict(
-        model_type=("deepseek_v3", "kimi_k2"), rope_interleave=(True,), scoring_func=("sigmoid",),
-        topk_method=("noaux_tc",), moe_layer_freq=(1,), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
+        model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
 }
 
 
@@ -200,10 +250,39 @@ def read_architecture(config: dict[str, Any], where: str) -> str:
     return names[0]
 
 
-def need_accepted(config: dict[str, Any], accepted: dict[str, tuple], where: str) -> None:
-    for field, values in accepted.items():
-        value = config.get(field, values[0])
-        need(value in values, f"{where}: {field} {json.dumps(value)}: must be {' or '.join(map(json.dumps, values))}")
+def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple = ()) -> Any:
+    """The value of a field of config.json, or its default. Raises ValueError for one that FIELDS does not allow.
+
+    where: the file, for messages. only: the values that are allowed, where these are not FIELDS'.
+    """
+    field, value = FIELDS[name], config.get(name, default)
+    only, (example, words) = only or field.only, KINDS[field.kind]
+    numbers = field.kind in (int, float, list[int])
+    fits = is_of_kind(value, example)
+    if fits and numbers:
+        entries = value if isinstance(value, list) else [value]
+        fits = all(entry > 0 or (field.zero and entry == 0) for entry in entries)
+    if numbers:
+        words += ", 0 or more" if field.zero else " above 0"
+    if only:
+        words = " or ".join(map(json.dumps, only))
+    fits = (fits or (value is None and field.null)) and (not only or value in only)
+    need(fits, f"{where}: {name} {json.dumps(value)}: must be {words}")
+    problem = problem_of(field.ours, value) if field.ours and value is not None else ""
+    need(not problem, f"{where}: {name} {json.dumps(value)}: {problem}")
+    return value
+
+
+def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
+    """The fields of config.json that a class of transformers reads. Raises ValueError for a value that our model does
+    not compute, in whichever field."""
+    only = {name: field.only for name, field in FIELDS.items() if field.only}
+    only |= {"model_type": (architecture.model_type,)} | architecture.only
+    if "layer_types" not in architecture.defaults:  # which this class ignores
+        only["layer_types"] = (None,)
+    for name, values in only.items():
+        read_field(config, name, values[0], where, values)
+    return {name: read_field(config, name, default, where) for name, default in architecture.defaults.items()}
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -212,33 +291,21 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4 and 5
     need(isinstance(rope, dict), f"{where}: rope_scaling {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
-    need_accepted(config, ACCEPTED | {"model_type": (architecture.model_type,)} | architecture.accepted, where)
-    if "layer_types" not in architecture.defaults:  # which this class of transformers ignores
-        need_accepted(config, {"layer_types": (None,)}, where)
     config["factor"] = rope.get("factor") if config["rope_type"] == "llama3" else 1.0
+    if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 has Mixtral's name
+        config["num_experts"] = config["num_local_experts"]
+    settings = read_fields(config, architecture, where)
     if config["rope_type"] == "llama3":
-        asked = {name: config.get(name) for name in LLAMA3_ROPE}
-        need_accepted(asked, {name: (value,) for name, value in LLAMA3_ROPE.items()}, where)
-    settings = {field: config.get(field, default) for field, default in architecture.defaults.items()}
-    if "num_experts" in settings:  # transformers 5 writes it under Mixtral's name
-        settings["num_experts"] = config.get("num_local_experts", settings["num_experts"])
-    model = {}
-    for field, default in architecture.defaults.items():
-        value, example = settings[field], 1 if default is None else default
-        if field in FIELDS and not (value is None and field in NULLABLE):
-            fits = is_of_kind(value, example) and (value > 0 or value is False or field in MAY_BE_0)
-            need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[type(example)]}")
-            problem = problem_of(FIELDS[field], value)
-            need(not problem, f"{where}: {field} {json.dumps(value)}: {problem}")
-            model[FIELDS[field]] = value
+        for name, value in LLAMA3_ROPE.items():
+            read_field(config, name, None, where, (value,))
+    model = {FIELDS[name].ours: value for name, value in settings.items() if FIELDS[name].ours and value is not None}
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])
     model["head_dim"] += model.get("rope_head_dim", 0)
     if "experts" in model:
         model.setdefault("expert_ffn", model["ffn"])
         dense = settings.get("mlp_only_layers") or []
-        need(isinstance(dense, list) and dense == [*range(len(dense))],
-             f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
+        need(dense == [*range(len(dense))], f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
         model["dense_layers"] = model.get("dense_layers", len(dense))
     return model | read_window(settings, where) | architecture.fixed
 
@@ -249,10 +316,8 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
     if kinds is None:
         first = settings.get("max_window_layers", 0)
-        need(isinstance(first, int), f"{where}: max_window_layers {json.dumps(first)}: must be a whole number")
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    need(isinstance(kinds, list) and len(kinds) == layers
-         and all(kind in ("full_attention", "sliding_attention") for kind in kinds),
+    need(len(kinds) == layers and all(kind in ("full_attention", "sliding_attention") for kind in kinds),
          f"{where}: layer_types {kinds}: must be full_attention or sliding_attention, one per layer")
     full = [layer for layer in range(layers) if not window or kinds[layer] == "full_attention"]
     if len(full) == layers:
@@ -265,9 +330,9 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
     """The content of config.json for a config.Model: the inverse of model_fields."""
-    model_type, settings, *_, accepted = ARCHITECTURES[architecture]
-    values = {field: getattr(model, ours) for field, ours in FIELDS.items()} | {
-        **{field: only for field, (only, *_) in accepted.items()},
+    model_type, settings, *_, only = ARCHITECTURES[architecture]
+    values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours} | {
+        **{name: first for name, (first, *_) in only.items()},
         "sliding_window": model.window or None,
         "use_sliding_window": model.window > 0,
         "max_window_layers": 0,
