@@ -247,9 +247,11 @@ def test_settings_that_config_json_leaves_out_are_transformers_defaults(architec
     assert got["rope_theta"] == theirs.rope_parameters["rope_theta"] and got["rope_scaling"] == 1
     assert got["window"] == (getattr(theirs, "sliding_window", None) or 0)
     assert got.get("expert_ffn") in (None, getattr(theirs, "moe_intermediate_size", theirs.intermediate_size))
-    for field, ours in huggingface.FIELDS.items():
-        if ours not in ("head_dim", "window", "expert_ffn") and ours in got and hasattr(theirs, field):
-            assert got[ours] == getattr(theirs, field), field
+    compared = [(name, field.ours) for name, field in huggingface.FIELDS.items()
+                if field.ours in got.keys() - {"head_dim", "window", "expert_ffn"} and hasattr(theirs, name)]
+    assert len(compared) >= 8
+    for name, ours in compared:
+        assert got[ours] == getattr(theirs, name), name
 
 
 @pytest.mark.parametrize("architecture, layers, settings", [
@@ -338,6 +340,24 @@ def test_settings_that_are_not_implemented_are_refused_in_one_line(changed, mess
     message = message or f"{field} {json.dumps(value)}: must be "
     with refused(f"{tmp_path}/config.json: ", message):
         read(tmp_path, SMALL | dict(architectures=["Qwen2ForCausalLM"]) | changed)
+
+
+@pytest.mark.parametrize("architecture", huggingface.ARCHITECTURES)
+def test_values_that_transformers_refuses_are_refused(architecture):
+    """Values of another kind. Unlike transformers, a number may be written as a whole number."""
+    kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    reads = {name for name, field in huggingface.FIELDS.items() if field.only} | set(
+        huggingface.ARCHITECTURES[architecture].defaults)
+    tried = 0
+    for name in reads & set(vars(kind(**SMALL))):
+        for value in (True, -1, 1.5, "1", [True], {}):
+            try:
+                kind(**SMALL | {name: value})
+            except Exception:  # of several classes
+                tried += 1
+                with refused(f": {name} {json.dumps(value)}: "):
+                    huggingface.model_fields(SMALL | dict(architectures=[architecture]) | {name: value}, "")
+    assert tried >= 50
 
 
 @pytest.mark.parametrize("content, message", [
