@@ -62,7 +62,8 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     settings = rules.parse(arguments, world, inherited, owner)
     check_paths(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
-        huggingface.check_weights(settings.run.init_from, settings.model, settings.run.allow_mismatch)
+        for line in huggingface.check_weights(settings.run.init_from, settings.model, settings.run.allow_mismatch):
+            warn(line)
     huggingface.check_export(settings)
     for name, there in model.items():
         here = getattr(settings.model, name)
@@ -290,6 +291,12 @@ def say(line: str) -> None:
     from tqdm import tqdm
     tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
     sys.stderr.flush()
+
+
+def warn(line: str) -> None:
+    """Say something about the settings, by the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"warning: {line}")
 
 
 speaking = contextvars.ContextVar("speaking", default=False)  # whether this rank does what no other one does

@@ -25,10 +25,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from core.config import flag, is_of_kind, need, problem_of
 
@@ -66,6 +66,11 @@ DEEPSEEK_NAMES = QWEN_MOE_NAMES | {
     "attention.kv_norm": "self_attn.kv_a_layernorm.weight", "attention.w_kv_up": "self_attn.kv_b_proj.weight",
     **{f"shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
+FUSED_NAMES = {  # of experts, where transformers 5 has saved those of a layer as one tensor, which is as ours
+    "router": "mlp.gate.weight", "experts.w_gate_up": "mlp.experts.gate_up_proj",
+    "experts.w_down": "mlp.experts.down_proj",
+}
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of names, by torch
 
 
 class JsonField(NamedTuple):
@@ -141,6 +146,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor"
                "original_max_position_embeddings": 8192}  # operations.rotary_angles computes this, with any factor
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BLOCK = 2**24  # bytes that are compared at a time
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.*")
@@ -184,51 +190,69 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
 }
 
 
-def names_on_disk(name: str, architecture: str) -> list[str]:
-    """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]."""
+def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = None) -> list[str]:
+    """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]; {e} is the number of an expert.
+
+    [] for the biases of routers, which are 0 where a class of transformers has none. names: the table, where it is not
+    the architecture's.
+    """
     layer, ours = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups(default="")
-    names = ARCHITECTURES[architecture].names
+    names = names or ARCHITECTURES[architecture].names
+    if ours == "router.bias" and ours not in names:
+        return []
     need(ours in names, f"{name}: {architecture} has no such weight, leave out the flag that asks for it")
     return [("model." + layer if layer else "") + theirs for theirs in names[ours].split()]
 
 
 def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
-    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is. None for the
-    biases of routers, which are 0 where a class of transformers has none."""
-    if spec.name.endswith(".router.bias") and "router.bias" not in ARCHITECTURES[architecture].names:
-        return []
-    names = names_on_disk(spec.name, architecture)
-    if len(spec.shape) < 3:
-        return [(names[0], tuple(slice(0, n) for n in spec.shape))]
+    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is."""
+    return boxes_on_disk(spec, names_on_disk(spec.name, architecture))
+
+
+def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
+    """`tensors_on_disk` for the names that names_on_disk returns."""
+    if len(spec.shape) < 3 or "{e}" not in names[0]:
+        return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
     rows //= len(names)
     return [(name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns)))
             for e in range(experts) for i, name in enumerate(names)]
 
 
-def is_read(name: str, model: Any, architecture: str) -> bool:
-    """Whether a config.Model reads the tensor of this name on disk, or transformers ignores it, as a tied head."""
-    found = re.fullmatch(r"model\.layers\.(\d{1,9})\.(.*?)(?:\.experts\.(\d{1,9})\.(.*))?", name)
-    if not found:
-        return name in (NAMES["embedding"], NAMES["norm"], NAMES["head"])
-    layer, expert = int(found[1]), int(found[3] or 0)
-    inside = found[2] + (f".experts.{{e}}.{found[4]}" if found[3] else "")
-    parts = next((ours.split(".") for ours, theirs in ARCHITECTURES[architecture].names.items()
-                  if inside in theirs.split()), [""])
-    has = {"": False, "ffn": not model.has_experts(layer), "bq": model.qkv_bias, "bk": model.qkv_bias,
-           "bv": model.qkv_bias, "q_norm": model.qk_norm or model.q_lora_rank, "k_norm": model.qk_norm,
-           "wq": not model.q_lora_rank, "w_q_down": model.q_lora_rank, "w_q_up": model.q_lora_rank,
-           "shared": model.has_experts(layer) and model.shared_experts,
-           "router": model.has_experts(layer), "experts": model.has_experts(layer) and expert < model.experts}
-    return layer < model.layers and all(has.get(part, True) for part in parts)
+def weights_of(model: Any) -> Iterator[str]:
+    """The names of all weights of a config.Model without multi-token prediction, and of its routers' biases."""
+    names = dict.fromkeys(ours for architecture in ARCHITECTURES.values() for ours in architecture.names)
+    whole = ("embedding", "norm", "head")
+    yield from whole[:2] if model.tied else whole
+    for layer in range(model.layers):
+        yield from (f"layers.{layer}.{name}" for name in names if name not in whole and has_weight(model, layer, name))
+
+
+def has_weight(model: Any, layer: int, name: str) -> bool:
+    """Whether a layer of a config.Model has the weight of this name, such as "attention.bq"."""
+    experts, latents = model.has_experts(layer), model.kv_lora_rank
+    has = {"ffn": not experts, "router": experts, "experts": experts, "shared": experts and model.shared_experts,
+           "wq": not model.q_lora_rank, "wk": not latents, "wv": not latents,
+           "bq": model.qkv_bias, "bk": model.qkv_bias, "bv": model.qkv_bias,
+           "q_norm": model.qk_norm or model.q_lora_rank, "k_norm": model.qk_norm,
+           "w_q_down": model.q_lora_rank, "w_q_up": model.q_lora_rank,
+           "w_kv_down": latents, "kv_norm": latents, "w_kv_up": latents}
+    return all(has.get(part, True) for part in name.split("."))
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented."""
+    """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented.
+
+    As in transformers, embedding and head are not tied if the folder has both, with different values.
+    """
     where = os.path.join(folder, "config.json")
-    return model_fields(read_json(where), where)
+    model = model_fields(read_json(where), where)
+    if model["tied"]:
+        with contextlib.suppress(ValueError):  # check_weights says what is wrong with weights; a dry run needs none
+            model["tied"] = not has_own_head(weights_in(folder))
+    return model
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -245,9 +269,11 @@ def read_json(path: str) -> dict[str, Any]:
 
 def read_architecture(config: dict[str, Any], where: str) -> str:
     names = config.get("architectures")
-    need(isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES,
-         f"{where}: architectures {names}: use one of {', '.join(ARCHITECTURES)}")
-    return names[0]
+    one = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
+    if one.endswith("Model"):  # saved without its head
+        one = one.removesuffix("Model") + "ForCausalLM"
+    need(one in ARCHITECTURES, f"{where}: architectures {names}: use one of {', '.join(ARCHITECTURES)}")
+    return one
 
 
 def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple = ()) -> Any:
@@ -389,15 +415,69 @@ def check_export(settings: Any) -> None:
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-def check_weights(folder: str, model: Any, allow_mismatch: bool) -> None:
-    """Raises ValueError for tensors in `folder` that a config.Model does not read, such as biases or more layers."""
-    files, architecture = weights_in(folder)
-    unread = sorted(name for name in files if not is_read(name, model, architecture)
-                    and not name.endswith(".rotary_emb.inv_freq"))
-    more = f" and {len(unread) - 1} more tensors" if unread[1:] else ""
-    need(not unread or allow_mismatch, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: "
-                                       "give "
-                               "--allow-mismatch to leave out what it does not")
+class Stored(NamedTuple):
+    """Where the weights of a published model are."""
+    folder: str
+    architecture: str
+    tied: bool  # whether config.json says so
+    files: dict[str, tuple[str, str]]  # name in the class of transformers -> (file, name in this file)
+
+
+def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
+    """Compare the names in `folder` with those that a config.Model has. Returns what to tell the user.
+
+    Raises ValueError for weights that are missing and, unless allow_mismatch, for weights that the model does not use,
+    such as biases or more layers.
+    """
+    stored = weights_in(folder)
+    names = [name for weight in weights_of(model) for name in names_stored(weight, stored)]
+    wanted = dict.fromkeys(name.format(e=e) for name in names for e in range(model.experts if "{e}" in name else 1))
+    missing = [name for name in wanted if name not in stored.files]
+    unused = sorted(key for name, (_, key) in stored.files.items()
+                    if name not in wanted and not name.endswith(".rotary_emb.inv_freq"))
+    own_head = stored.tied and has_own_head(stored)
+    if model.tied and stored.tied and not own_head:  # a head, if there is one, is a copy
+        unused = [key for key in unused if key != stored.files.get(NAMES["head"], ("", ""))[1]]
+    extra = f"has {some(unused)}, which the model does not use" if unused else ""
+    need(not missing, f"{folder}: has no tensor {some(missing)}, which the model asks for{extra and '; ' + extra}")
+    need(not unused or allow_mismatch, f"{folder}: {extra}: give --allow-mismatch to leave out what it does not")
+    lines = [f"{folder}: {extra}"] if unused else []
+    if own_head and not model.tied:
+        lines.append(f"{folder}: config.json ties embedding and head, but there are weights of both, which differ: "
+                     "they are not tied")
+    return lines
+
+
+def some(names: list[str]) -> str:
+    return "".join(names[:1]) + (f" and {len(names) - 1} more tensors" if names[1:] else "")
+
+
+def names_stored(name: str, stored: Stored) -> list[str]:
+    """`names_on_disk` in this folder, where experts may be fused, and the head may have a tied embedding's name or the
+    other way round."""
+    names, head, embedding = names_on_disk(name, stored.architecture), NAMES["head"], NAMES["embedding"]
+    if name.partition(".experts.")[1] or name.endswith(".router"):
+        fused = names_on_disk(name, stored.architecture, FUSED_NAMES)
+        return fused if fused[0] in stored.files else names
+    if stored.tied and names in ([head], [embedding]) and names[0] not in stored.files:
+        return [name for name in (head, embedding) if name in stored.files] or names
+    return names
+
+
+def has_own_head(stored: Stored) -> bool:
+    """Whether embedding and head are both in the folder, and differ. Compares bytes: a copy has the same dtype."""
+    if not {NAMES["embedding"], NAMES["head"]} <= stored.files.keys():
+        return False
+    with contextlib.ExitStack() as files:
+        (one, size), (other, its_size) = (open_bytes(stored, NAMES[name], files) for name in ("embedding", "head"))
+        if size != its_size:
+            return True
+        while size > 0:
+            count = min(size, BLOCK)
+            if one.read(count) != other.read(count):
+                return True
+            size -= count
+    return False
 
 
 def source(folder: str) -> Source:
@@ -410,33 +490,36 @@ def source(folder: str) -> Source:
     from safetensors import SafetensorError
 
     from core.param import box_shape
-    (files, architecture), opened = weights_in(folder), {}
+    stored, opened = weights_in(folder), {}
 
     def read(name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        need(name in files, f"{folder}: has no tensor {name}, which the model asks for")
-        path = os.path.join(folder, files[name])
+        need(name in stored.files, f"{folder}: has no tensor {name}, which the model asks for")
+        file, key = stored.files[name]
+        path = os.path.join(folder, file)
         opened[path] = opened.get(path) or open_safetensors(path, "pt")
         try:
-            stored = opened[path].get_slice(name)
+            values = opened[path].get_slice(key)
         except SafetensorError as error:  # the index is of other files
-            raise ValueError(f"{path}: cannot read {name}: {error}") from None
-        got, dtype = tuple(stored.get_shape()), stored.get_dtype()
-        need(got == shape, f"{path}: {name} has the shape {got}, the model asks for {shape}")
-        need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {name} is {dtype}: use a model that is not quantised")
-        values = stored[box]
-        need(values.isfinite().all(), f"{path}: {name} has values that are not finite: no step could train it")
+            raise ValueError(f"{path}: cannot read {key}: {error}") from None
+        got, dtype = tuple(values.get_shape()), values.get_dtype()
+        if len(shape) == 3 and shape[0] == 1 and len(got) < 3:  # an expert's own matrix
+            shape, box = shape[1:], box[1:]
+        need(got == shape, f"{path}: {key} has the shape {got}, the model asks for {shape}")
+        need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {key} is {dtype}: use a model that is not quantised")
+        values = values[box]
+        need(values.isfinite().all(), f"{path}: {key} has values that are not finite: no step could train it")
         return values
 
     def read_box(spec: Spec, box: Box) -> torch.Tensor:
         out = None
-        for name, tensor_box in tensors_on_disk(spec, architecture):
+        for name, tensor_box in boxes_on_disk(spec, names_stored(spec.name, stored)):
             common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
             if all(s.start < s.stop for s in common):
-                values = read(name, box_shape(tensor_box)[-2:], relative(common, tensor_box)[-2:])
+                values = read(name, box_shape(tensor_box), relative(common, tensor_box))
                 if common == box:
                     return values.reshape(box_shape(box))
                 out = values.new_empty(box_shape(box)) if out is None else out
-                out[relative(common, box)] = values
+                out[relative(common, box)] = values.reshape(box_shape(common))
         return torch.zeros(box_shape(box)) if out is None else out
     return read_box
 
@@ -446,22 +529,35 @@ def relative(box: Box, origin: Box) -> Box:
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin))
 
 
-def weights_in(folder: str) -> tuple[dict[str, str], str]:
-    """({tensor: file}, the class of transformers that has them). Of one file and an index transformers, too, prefers
-    the file."""
+def weights_in(folder: str) -> Stored:
+    """Find the weights. Of one file and an index transformers, too, prefers the file."""
     where, path = os.path.join(folder, "config.json"), os.path.join(folder, INDEX)
-    architecture = read_architecture(read_json(where), where)
+    config = read_json(where)
+    architecture, tied = read_architecture(config, where), config.get("tie_word_embeddings", False)
     if os.path.isfile(os.path.join(folder, SINGLE)):
-        return dict.fromkeys(open_safetensors(os.path.join(folder, SINGLE), "np").keys(), SINGLE), architecture
-    need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin or "
-                               ".pth, must be converted to safetensors")
-    files = read_json(path).get("weight_map")
-    need(isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
-         f"{path}: weight_map must be an object of tensors and files")
+        files = dict.fromkeys(open_safetensors(os.path.join(folder, SINGLE), "np").keys(), SINGLE)
+    else:
+        need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin "
+                                   "or .pth, must be converted to safetensors")
+        files = read_json(path).get("weight_map")
+        need(isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
+             f"{path}: weight_map must be an object of tensors and files")
     for file in sorted(set(files.values())):
         need(is_inside(file), f"{path} names {file}, which is outside of its folder")
         need(os.path.isfile(os.path.join(folder, file)), f"{folder}/{file}: is missing, {INDEX} names it")
-    return files, architecture
+    found = {}
+    for key, file in files.items():
+        name = plain_name(key)
+        need(name not in found, f"{folder}: has {found.get(name, '  ')[1]} and {key}, which are names of one weight")
+        found[name] = file, key
+    return Stored(folder, architecture, tied is True, found)
+
+
+def plain_name(key: str) -> str:
+    """The name that a class of transformers has for a tensor, without what wrappers put in, and with the "model." that
+    is not there if a class without a head was saved."""
+    name = ".".join(part for part in key.split(".") if part not in WRAPPERS)
+    return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
 
 def open_safetensors(path: str, framework: str) -> Any:
@@ -470,6 +566,19 @@ def open_safetensors(path: str, framework: str) -> Any:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def open_bytes(stored: Stored, name: str, files: contextlib.ExitStack) -> tuple[BinaryIO, int]:
+    """A stream of the bytes of a tensor, and how many there are. files: closes the stream."""
+    file, key = stored.files[name]
+    path = os.path.join(stored.folder, file)
+    open_safetensors(path, "np")  # raises ValueError for a damaged file
+    stream = files.enter_context(open(path, "rb"))
+    header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    need(key in header, f"{path}: cannot read {key}: it is not there")
+    first, last = header[key]["data_offsets"]
+    stream.seek(first, os.SEEK_CUR)
+    return stream, last - first
 
 
 def is_inside(path: str) -> bool:
