@@ -140,6 +140,96 @@ def test_a_published_model_gives_the_same_logits_here(case, published):
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), shard
 
 
+def tied_with_its_own_head(weights: dict) -> dict:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0).contiguous()}
+
+
+def tied_with_a_copy(weights: dict) -> dict:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+def only_the_head(weights: dict) -> dict:
+    return {name.replace("model.embed_tokens", "lm_head"): weight for name, weight in weights.items()}
+
+
+def without_model(weights: dict) -> dict:
+    return {name.removeprefix("model."): weight for name, weight in weights.items()}
+
+
+def compiled(weights: dict) -> dict:
+    return {"_orig_mod." + name: weight for name, weight in weights.items()}
+
+
+def wrapped_by_layer(weights: dict) -> dict:
+    return {name.replace(".self_attn.", "._orig_mod.self_attn."): weight for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("case, changed, tied", [
+    ("llama tied", tied_with_its_own_head, False), ("llama tied", tied_with_a_copy, True),
+    ("llama tied", only_the_head, True), ("llama tied", without_model, True), ("mixtral", without_model, False),
+    ("deepseek", compiled, False), ("qwen2", compiled, True), ("qwen3", wrapped_by_layer, False)])
+def test_other_names_of_the_same_weights_are_known(case, changed, tied, published, tmp_path, capsys):
+    """Those that transformers knows, too, give the logits of what it opens; it does not know names of wrappers."""
+    shutil.copytree(published(case), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(changed(safetensors.torch.load_file(path)), path)
+    wrapper = changed in (compiled, wrapped_by_layer)
+    theirs = of_transformers(case) if wrapper else transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    settings = cli.parse(f"--data {__file__} --vocab 257 --init-from {tmp_path}".split())
+    assert settings.model.tied == tied
+    said = f"train.py: warning: {tmp_path}: config.json ties embedding and head, but there are weights of both"
+    assert (said in capsys.readouterr().err) == (changed is tied_with_its_own_head)
+    want = logits(theirs)
+    assert (logits(loaded(str(tmp_path))) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_a_class_without_a_head_is_read_if_embedding_and_head_are_tied(published, tmp_path):
+    for case in ("qwen2", "llama"):
+        of_transformers(case).model.save_pretrained(tmp_path)
+        model = config.Model(**huggingface.read_config(str(tmp_path)))
+        if model.tied:
+            assert torch.equal(logits(loaded(str(tmp_path))), logits(loaded(published(case))))
+    with refused(f"{tmp_path}: has no tensor lm_head.weight, which the model asks for"):
+        huggingface.check_weights(str(tmp_path), model, allow_mismatch=True)
+
+
+@pytest.mark.parametrize("case, flag, name", [("llama tied", "--no-tied", "head"), ("llama", "--tied", "embedding")])
+def test_embedding_and_head_begin_alike_if_a_flag_changes_whether_they_are_tied(case, flag, name, published):
+    """If a flag ties those that are not, the head is a weight that the model does not use."""
+    folder = published(case)
+    line = f"--data {__file__} --vocab 61 --data-dtype uint16 --init-from {folder} {flag}".split()
+    if flag == "--tied":
+        with refused(f"{folder}: has lm_head.weight, which the model does not use: give --allow-mismatch"):
+            cli.parse(line)
+        line.append("--allow-mismatch")
+    llama = filled(cli.parse(line).model, huggingface.source(folder))
+    table = next(param for param in llama.parameters() if param.spec.name == name)
+    assert torch.equal(table, of_transformers(case).model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "experts" in str(CASES[case])])
+def test_experts_that_transformers_has_saved_as_one_tensor_are_read(case, tmp_path):
+    of_transformers(case).save_pretrained(tmp_path, save_original_format=False, max_shard_size="20KB")
+    assert any(name.endswith("experts.gate_up_proj") for name in huggingface.weights_in(str(tmp_path)).files)
+    model = cli.parse(f"--data {__file__} --vocab 257 --init-from {tmp_path}".split()).model
+    assert model.experts == CASES[case][1].get("num_local_experts") or 8
+    want = logits(of_transformers(case))
+    assert (logits(loaded(str(tmp_path))) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("flags", ["--preset llama-3.2-1b", "--preset qwen2.5-0.5b", "--preset qwen3-8b", "--mtp",
+                                   "--preset mixtral-8x7b", "--preset tiny-moe --dense-layers 2 --shared-experts 1",
+                                   "--preset deepseek-v3 --layers 4 --experts 8 --top-k 2 --expert-groups 1 "
+                                   "--top-groups 1", "--preset kimi-k2 --q-lora-rank 0 --layers 3 --experts 8"])
+def test_the_names_of_a_model_are_those_that_it_builds(flags):
+    """Without those of the block of multi-token prediction, which no published model of these classes names so."""
+    model = rules.parse(f"--data {__file__} --layers 3 {flags}".split()).model
+    with torch.device("meta"):
+        llama = Llama(model, NO_GROUPS, Execution(device="meta"))
+    built = {spec.name for spec in specs_of(llama) if not spec.name.startswith(f"layers.{model.layers}.")}
+    assert set(huggingface.weights_of(model)) == built
+
+
 @pytest.mark.parametrize("flags", ["--tp 2 --ep 2 --dtype bf16", "--pp 2"])
 def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, published, tmp_path, flags):
     """Biases in fp32, as transformers' are, although weights are in bf16: rounded, they would choose other experts."""
@@ -392,6 +482,8 @@ def with_embeddings(folder, changed):
     (lambda folder: change(folder / INDEX, weight_map={"a": "/b"}), "names /b, which is outside of its folder"),
     (lambda folder: os.truncate(folder / SECOND, 5000), f"/{SECOND}: cannot be read: "),
     (lambda folder: change(folder / INDEX, weight_map={EMBEDDINGS: SECOND}), f"/{SECOND}: cannot read {EMBEDDINGS}"),
+    (lambda folder: change(folder / INDEX, weight_map={"norm.weight": SECOND, "model.norm.weight": SECOND}),
+     ": has norm.weight and model.norm.weight, which are names of one weight"),
     (lambda folder: os.truncate(folder / INDEX, 100), "/model.safetensors.index.json: is no JSON"),
     (lambda folder: change(folder / "config.json", num_key_value_heads=6),
      "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
@@ -429,6 +521,26 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
         cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--allow-mismatch"])
     with pytest.raises(ValueError, match=r"has model\.layers\.2\.\S+ and \d+ more tensors"):
         cli.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
+
+
+def test_what_is_missing_is_said_first_and_no_flag_is_advised_that_could_not_help(published, tmp_path):
+    """Before torch is imported. What is left out by --allow-mismatch is named, too."""
+    shutil.copytree(published("qwen3"), tmp_path, dirs_exist_ok=True)
+    path, line = tmp_path / "model.safetensors", f"--data {__file__} --vocab 257 --init-from {tmp_path}".split()
+    weights = safetensors.torch.load_file(path)
+    more = weights | {"optimizer": torch.ones(4)}
+    safetensors.torch.save_file(more, path)
+    assert huggingface.check_weights(str(tmp_path), cli.parse([*line, "--allow-mismatch"]).model, True) == [
+        f"{tmp_path}: has optimizer, which the model does not use"]
+    first, last = "model.layers.0.self_attn.k_norm.weight", "model.layers.2.mlp.up_proj.weight"
+    safetensors.torch.save_file({name: weight for name, weight in more.items() if name not in (first, last)}, path)
+    code = ("import sys; from run import cli\ntry: cli.parse(sys.argv[1:])\nexcept ValueError as error: print(error)\n"
+            "assert 'torch' not in sys.modules")
+    for flags in ([], ["--allow-mismatch"]):
+        done = subprocess.run([sys.executable, "-c", code, *line, *flags], cwd=ROOT, check=True, capture_output=True,
+                              text=True)
+        assert done.stdout == (f"{tmp_path}: has no tensor {first} and 1 more tensors, which the model asks for; has "
+                               "optimizer, which the model does not use\n")
 
 
 def test_a_weight_that_the_published_model_has_not_is_refused(published):
