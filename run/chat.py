@@ -180,6 +180,18 @@ class Template:
         return render_jinja_template([messages], chat_template=CHATML, add_generation_prompt=add_generation_prompt,
                                      **variables)[0][0]
 
+    def end_of_answer(self) -> tuple[str, bool]:
+        """(the marker that ends an answer, True), or, of a template that writes none, (the text up to the next message,
+        False). The text is "" if the template refuses a short conversation."""
+        asked, answered = dict(role="user", content="Hi"), dict(role="assistant", content=PROBES[0])
+        ends, _ = self.probe({})
+        try:
+            text = self.render([asked, answered] if ends else [asked, answered, asked], {})
+            after = text[text.rindex(PROBES[0]) + len(PROBES[0]):]
+        except Exception:  # what strangers' templates lead to
+            return "", True
+        return (re.match(r"<[^<>\s]+>|\S*", after.lstrip())[0], True) if ends else (after, False)
+
     def source(self, variables: dict[str, Any]) -> str:
         """The template that these variables choose: there may be one for tools."""
         if self.template:

@@ -51,9 +51,9 @@ from tqdm import tqdm
 
 from core import config
 from core.collectives import ALONE, Group, Groups
-from core.config import need, setting
+from core.config import is_of_kind, need, setting
 from core.param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
-from run import cli, huggingface
+from run import cli, huggingface, tokenizing
 from run.ranks import SAVING, agree, gather_objects
 
 LOCK_WAIT_S = 5.0
@@ -476,9 +476,30 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
     try:
         huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                           published=(run["published"], run["tokenizer"]), seq=run["settings"]["seq_len"])
+                           published=run["published"], tokens=special_tokens(run),
+                           seq=max(run["described"]["longest"], run["settings"]["seq_len"]))
+        if group.rank == 0:
+            tokenizing.export_tokenizer(folder, run["tokenizer"] or run["published"], run["described"])
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
+
+
+def special_tokens(run: dict[str, Any]) -> dict[str, Any]:
+    """The tokens that the export of a run.json names: those of the data, and of a published model that has the same
+    tokenizer."""
+    described, separator = run["described"], run["corpus"].get("separator")
+    tokens = {name: [] for name in huggingface.TOKENS}
+    if run["published"] and run["tokenizer"] in ("", run["published"]) and not described["is_bytes"]:
+        tokens = huggingface.published_tokens(run["published"])
+    begins = [token for token in (described["bos"], separator) if is_of_kind(token, 0) and token >= 0]
+    begins += tokens["bos_token_id"]
+    ends = [*dict.fromkeys([*described["eos"], *tokens["eos_token_id"]])] or begins[:1]
+    return dict(bos_token_id=first(begins), eos_token_id=ends if len(ends) > 1 else first(ends),
+                pad_token_id=first(tokens["pad_token_id"]))
+
+
+def first(tokens: list[int]) -> int | None:
+    return tokens[0] if tokens else None
 
 
 def newest_whole(path: str) -> Path:

@@ -27,6 +27,10 @@ CONTENT = dict(  # an example of what run.json has, besides format and checksum
     step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="", published="",
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
+# "described" in run.json: what an export says of the data. Checkpoints of earlier versions do not have it.
+# bos: the token that begins a document, -1 for none. eos: those at which a program that generates should stop.
+# longest: the longest sample so far, in tokens. is_bytes: whether text is read without a tokenizer.
+DESCRIBED = dict(bos=-1, eos=[0], chat_template="", longest=0, is_bytes=False)
 SECTIONS = "settings", "model", "grid"  # of CONTENT, which have settings
 # They belong to one start of a run.
 NOT_INHERITED = {"resume", "allow_mismatch", "init_from", "export_hf", "profile", "memory_snapshot"}
@@ -229,6 +233,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
     """run.json of a checkpoint. A setting that it lacks has its default. Raises ValueError as `read_json` does, and if
     anything else is missing."""
     run = read_json(path)
+    run["described"] = DESCRIBED | dict(eos=[]) | run.get("described", {})
     for name in sorted(CONTENT.keys() - run.keys()):
         raise ValueError(f"{path}/run.json has no {name}")
     return run | {name: example | run[name] for name, example in CONTENT.items() if isinstance(example, dict)}
@@ -251,7 +256,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     for section in SECTIONS:
         if isinstance(run.get(section), dict):  # else it is damaged, see below
             run[section] = {config.RENAMED.get(name, name): value for name, value in run[section].items()}
-    for name, example in CONTENT.items():
+    for name, example in (CONTENT | dict(described=DESCRIBED)).items():
         value = run.get(name, example)
         need(is_of_kind(value, example), f"{file} is damaged: its {name} is of another kind")
         need(type(value) is not int or 0 <= value < 2**63, f"{file} is damaged: its {name} is {value}")

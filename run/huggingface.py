@@ -25,7 +25,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -148,8 +148,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes that are compared at a time
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.*")
+                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.*")
 
 
 class Architecture(NamedTuple):
@@ -589,15 +590,17 @@ def is_inside(path: str) -> bool:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
-           published: Iterable[str] = (), shard_bytes: int = 5 * 10**9, seq: int = 2048) -> None:
+           published: str = "", tokens: dict[str, Any] | None = None, shard_bytes: int = 5 * 10**9,
+           seq: int = 2048) -> None:
     """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
 
     specs: of all parameters, on each rank in the same order; those of multi-token prediction are left out, as no class
     of transformers reads them. source: of any box of them. dtype: "bf16", "fp16", "fp32".
     rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
     one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
-    published: folders ("": none) whose tokenizer is copied, those of the first folder if several have a file. Their
-    config.json says the special tokens, and the longest sequence (max_position_embeddings), which else is seq tokens.
+    published: the folder of the model that training began with, "" if there is none, whose settings of generation are
+    kept. tokens: the special tokens, by the names in TOKENS; none if it is None.
+    seq: the longest sample that was trained, in tokens; max_position_embeddings is this or the published one.
     Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
@@ -609,16 +612,17 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
     if rank > 0:
         return
-    config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
-    config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
-    for given in map(Path, reversed([*filter(None, published)])):
-        need(given.is_dir(), f"{given}: there is no such folder")
-        for file in (file for pattern in TOKENIZER_FILES for file in given.glob(pattern)):
-            with contextlib.suppress(shutil.SameFileError):  # where the data's tokenizer is
-                shutil.copyfile(file, Path(folder, file.name))
-        theirs = read_json(given / "config.json") if (given / "config.json").is_file() else {}
-        config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
+    theirs, generation = published_json(published)
+    longest = theirs.get("max_position_embeddings", 0)
+    longest = max(seq, longest) if is_of_kind(longest, 1) else seq
+    # All TOKENS are written: transformers' defaults of those that are absent are Llama 2's.
+    config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": longest}
+    config |= dict.fromkeys(TOKENS) | (tokens or {})
+    generation |= {name: config[name] for name in TOKENS if config[name] is not None}
     Path(folder, "config.json").write_text(json.dumps(config, indent=2))
+    Path(folder, GENERATION).unlink(missing_ok=True)  # of an earlier export
+    if generation:
+        Path(folder, GENERATION).write_text(json.dumps(generation, indent=2))
     for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index
         if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
             os.remove(os.path.join(folder, old))
@@ -627,6 +631,40 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         files = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": size}, "weight_map": files}
         Path(folder, INDEX).write_text(json.dumps(index, indent=2))
+
+
+def published_json(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of config.json and generation_config.json in a published model's folder; {} where there is none."""
+    need(not folder or os.path.isdir(folder), f"{folder}: there is no such folder")
+    paths = [os.path.join(folder, name) for name in ("config.json", GENERATION)] if folder else []
+    config, generation = [read_json(path) if os.path.isfile(path) else {} for path in paths] or ({}, {})
+    return config, generation
+
+
+def published_tokens(folder: str) -> dict[str, list[int]]:
+    """The special tokens of a published model: a name in TOKENS -> the tokens, [] if it has none."""
+    found = {}
+    for name in TOKENS:
+        values = [content.get(name) for content in reversed(published_json(folder))]
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        found[name] = [*dict.fromkeys(token for token in sum(lists, []) if type(token) is int and token >= 0)]
+    return found
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None:
+    """Copy a tokenizer.json, and what is published beside it, into another folder.
+
+    Without `replace`, files that are there stay. A file of another name becomes tokenizer.json, without what lies
+    beside it: that belongs to some other tokenizer.
+    """
+    files = [tokenizer]
+    if tokenizer.name == "tokenizer.json":
+        files = [file for pattern in TOKENIZER_FILES for file in sorted(tokenizer.parent.glob(pattern))]
+    for file in files:
+        target = folder / (file.name if len(files) > 1 else "tokenizer.json")
+        if replace or not target.exists():
+            with contextlib.suppress(shutil.SameFileError):
+                shutil.copyfile(file, target)
 
 
 def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:

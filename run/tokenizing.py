@@ -1,6 +1,7 @@
 """Text to tokens and back, and files of documents to token files.
 
     tokenizer.json    what a model's publisher trained: text -> ids
+    tokens.json       beside tokens.bin: the tokens that end a text or an answer, and the chat template
     Codec             the same for a prompt and for what a model answers; bytes without a tokenizer
     tokenize          files of texts and conversations -> tokens.bin, with tokenizer.json beside it
     tokens_of         the same as a run begins, for a pretrained model and texts; kept for the next start
@@ -24,7 +25,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,8 +37,9 @@ import numpy as np
 from tqdm import tqdm
 
 from core import config
-from core.config import need
-from run.chat import Rendered, Span, Template
+from core.config import is_of_kind, need
+from run import huggingface
+from run.chat import CHATML, Rendered, Span, Template
 from run.cli import note, speaking
 from run.texts import KINDS, Conversation, Document, Found, Text, documents, files_in, note_kinds, size_of
 from run.token_files import MAGICS, OUR_HEADER
@@ -336,14 +337,19 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     try:
         with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar:
             documents_of_all = chain.from_iterable(documents(each, bar.update, ignored) for each in found)
-            pieces = chain.from_iterable(map(pieces_of, with_template(documents_of_all, tokenizer_path)))
+            templates: list[Template] = []
+            rendered = with_template(documents_of_all, tokenizer_path, templates)
+            pieces = chain.from_iterable(map(pieces_of, rendered))
             for part in encoded(pieces, tokenizer):
                 writer.add(part)
             need(writer.targets > 0, f"{' '.join(str(each.path) for each in found)}: no conversation has a message of "
                                      "the role assistant that is to be learned")
             writer.finish()
-            if not beside.exists():
-                shutil.copy(tokenizer_path, beside)
+            huggingface.copy_tokenizer(Path(tokenizer_path), target.parent)
+            described = target.with_suffix(".json")
+            described.unlink(missing_ok=True)  # of a file that is replaced
+            if templates or marks.end is not None:
+                described.write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
             mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
             mask.unlink(missing_ok=True)  # of a file that is replaced
             starts.unlink(missing_ok=True)
@@ -357,13 +363,16 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     return writer.count, writer.targets
 
 
-def with_template(given: Iterable[Document], tokenizer_path: str) -> Iterator[Text | Rendered]:
-    """The documents as text: conversations by the template, which is read at the first of them."""
-    template = None
+def with_template(given: Iterable[Document], tokenizer_path: str,
+                  templates: list[Template] | None = None) -> Iterator[Text | Rendered]:
+    """The documents as text: conversations by the template, which is read at the first of them. templates: a list that
+    gets the template then."""
+    templates = [] if templates is None else templates
     for document in given:
         if isinstance(document, Conversation):
-            template = template or Template(tokenizer_path)
-            yield from template.documents(document)
+            if not templates:
+                templates.append(Template(tokenizer_path))
+            yield from templates[0].documents(document)
         else:
             yield document
 
@@ -415,6 +424,104 @@ class Writer:
             for written in self.stream, self.mask_stream, starts_stream:
                 written.flush()
                 os.fsync(written.fileno())
+
+
+# ---- what an export says of the data ---------------------------------------------------------------------------------
+
+def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[str, Any]:
+    """The content of tokens.json: the tokens at which a program that generates should stop, and the chat template.
+
+    templates: [] if the data has no conversations. A template that is ours, because none is published, also writes the
+    separator with which a document of the data begins.
+    """
+    ends, source = [marks.begin if marks.end is None else marks.end], ""
+    if templates:
+        template, = templates
+        source = template.template or template.tokenizer.chat_template
+        if template.template:
+            source = tokenizer.id_to_token(marks.begin) + source
+        ends += [token for token in ends_of_answers(template, tokenizer, marks) if token not in ends]
+    # A dictionary of templates is in the tokenizer's own files.
+    return dict(eos_token_id=ends, chat_template=source if isinstance(source, str) else "")
+
+
+def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[int]:
+    """The tokens that end an answer, as far as they are tokens of their own: an answer may have others inside."""
+    text, is_written = template.end_of_answer()
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    says = [token for token, (start, stop) in zip(encoding.ids, encoding.offsets) if text[start:stop].strip()]
+    found = [token for token in says[:1] if token in tokenizer.get_added_tokens_decoder()]
+    if says and not found:
+        note(f"answers end with {text.strip().splitlines()[0]!r}, which is no token of its own: programs that read an "
+             "export may not stop there")
+    return found if is_written else [*found, marks.turn_end]
+
+
+def description_of(corpus: Any) -> dict[str, Any]:
+    """What a run.data.Corpus says of itself, for run.json: cli.DESCRIBED without the longest sample."""
+    if corpus.is_text:
+        is_chat = not all(mask[:].all() for mask in corpus.masks)
+        return dict(is_bytes=True, bos=BYTES_SEPARATOR, eos=[BYTES_SEPARATOR], chat_template=CHATML if is_chat else "")
+    separator = -1 if corpus.separator is None else corpus.separator
+    eos: list[int] = []
+    template = ""
+    for file in corpus.files:
+        described = read_description(file)
+        for token in described.get("eos_token_id", [separator] if separator >= 0 else []):
+            if token not in eos and token < corpus.vocab:
+                eos.append(token)
+        template = template or described.get("chat_template", "")
+    return dict(is_bytes=False, bos=separator, eos=eos, chat_template=template)
+
+
+def read_description(tokens: Path) -> dict[str, Any]:
+    """tokens.json beside a token file; {} if there is none, or if it is something else."""
+    try:
+        content = json.loads(tokens.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = dict(eos_token_id=[0], chat_template="")
+    is_ours = isinstance(content, dict) and all(is_of_kind(content.get(name), example)
+                                                for name, example in known.items())
+    return content if is_ours else {}
+
+
+def byte_tokenizer() -> Any:
+    """The tokenizer of a model that reads text as bytes: token n is the byte n, and BYTES_SEPARATOR is <|endoftext|>.
+
+    The tokenizers library writes bytes as characters, as GPT-2 does: those that print as themselves, others from
+    chr(256) on.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in prints]
+    vocabulary = {chr(byte if byte in prints else 256 + others.index(byte)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(SEPARATORS[0], special=True)])
+    return tokenizer
+
+
+def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, Any]) -> None:
+    """Write the files of a run's tokenizer into the folder of an export, and the chat template of its data.
+
+    tokenizer_folder: with tokenizer.json; "": there is none. described: see cli.DESCRIBED.
+    """
+    target = Path(folder)
+    path, settings = target / "tokenizer.json", target / "tokenizer_config.json"
+    if described["is_bytes"]:
+        byte_tokenizer().save(str(path))
+        settings.unlink(missing_ok=True)  # of an earlier export
+    elif tokenizer_folder:
+        huggingface.copy_tokenizer(Path(tokenizer_folder, "tokenizer.json"), target, replace=True)
+    if described["chat_template"]:
+        (target / "chat_template.jinja").write_text(described["chat_template"], encoding="utf-8")
+    if path.is_file() and not settings.exists():  # transformers would make another tokenizer, by the model's type
+        tokenizer = read_tokenizer(str(path))
+        names = dict(bos_token=described["bos"], eos_token=(described["eos"] or [-1])[0])
+        content = {name: tokenizer.id_to_token(token) for name, token in names.items() if token >= 0}
+        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | content, indent=1))
 
 
 # ---- texts for a pretrained model -----------------------------------------------------------------------------------
