@@ -192,6 +192,13 @@ class Template:
             return "", True
         return (re.match(r"<[^<>\s]+>|\S*", after.lstrip())[0], True) if ends else (after, False)
 
+    def begins_with(self, separator: str) -> bool:
+        """Whether the template writes the separator of documents before a conversation."""
+        try:
+            return self.render([dict(role="user", content="Hi")], {}).startswith(separator)
+        except Exception:  # what strangers' templates lead to
+            return False
+
     def source(self, variables: dict[str, Any]) -> str:
         """The template that these variables choose: there may be one for tools."""
         if self.template:

@@ -431,18 +431,25 @@ class Writer:
 def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[str, Any]:
     """The content of tokens.json: the tokens at which a program that generates should stop, and the chat template.
 
-    templates: [] if the data has no conversations. A template that is ours, because none is published, also writes the
-    separator with which a document of the data begins.
+    templates: [] if the data has no conversations. The template that is exported also writes the separator with which
+    a document of the data begins: without it, a prompt would be none that training has seen.
     """
     ends, source = [marks.begin if marks.end is None else marks.end], ""
     if templates:
         template, = templates
         source = template.template or template.tokenizer.chat_template
-        if template.template:
-            source = tokenizer.id_to_token(marks.begin) + source
+        separator = tokenizer.id_to_token(marks.begin)
+        if not isinstance(source, str):  # several, which are in the tokenizer's own files
+            source = ""
+        elif not template.begins_with(separator):
+            source = written(separator) + source
         ends += [token for token in ends_of_answers(template, tokenizer, marks) if token not in ends]
-    # A dictionary of templates is in the tokenizer's own files.
-    return dict(eos_token_id=ends, chat_template=source if isinstance(source, str) else "")
+    return dict(eos_token_id=ends, chat_template=source)
+
+
+def written(text: str) -> str:
+    """What a chat template says to write this text."""
+    return "{{ " + json.dumps(text) + " }}"
 
 
 def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[int]:
@@ -461,7 +468,8 @@ def description_of(corpus: Any) -> dict[str, Any]:
     """What a run.data.Corpus says of itself, for run.json: cli.DESCRIBED without the longest sample."""
     if corpus.is_text:
         is_chat = not all(mask[:].all() for mask in corpus.masks)
-        return dict(is_bytes=True, bos=BYTES_SEPARATOR, eos=[BYTES_SEPARATOR], chat_template=CHATML if is_chat else "")
+        template = written(SEPARATORS[0]) + CHATML if is_chat else ""
+        return dict(is_bytes=True, bos=BYTES_SEPARATOR, eos=[BYTES_SEPARATOR], chat_template=template)
     separator = -1 if corpus.separator is None else corpus.separator
     eos: list[int] = []
     template = ""
