@@ -622,32 +622,51 @@ def test_a_file_is_as_full_as_it_may_be(published):
     assert all(sum(size) + first > 30000 for size, (first, *_) in pairwise(sizes))
 
 
-def test_tokens_and_tokenizer_are_those_of_the_published_model(published, tmp_path):
-    """The longest sequence, too; of a tokenizer every file that transformers reads, and nothing else. Of the first of
-    several folders, also if that is where the export goes, and the data may be; without a config.json, too."""
+def test_special_tokens_are_those_that_are_given_and_settings_of_generation_the_published_ones(published, tmp_path):
+    """The longest sequence is the longer one of the published and the trained."""
+    llama, given, folder = loaded(published("llama")), tmp_path / "given", tmp_path / "out"
+    given.mkdir()
+    for name, content in (("config", dict(bos_token_id=1, eos_token_id=9, max_position_embeddings=777)),
+                          ("generation_config", dict(eos_token_id=[9, 8], temperature=0.25, do_sample=True))):
+        (given / f"{name}.json").write_text(json.dumps(content))
+    assert huggingface.published_tokens(str(given)) == dict(bos_token_id=[1], eos_token_id=[9, 8], pad_token_id=[])
+    tokens = dict(bos_token_id=0, eos_token_id=[2, 3])
+    for from_folder, seq, longest, temperature in [(str(given), 99, 777, 0.25), (str(given), 999, 999, 0.25),
+                                                   ("", 99, 99, 1.0)]:
+        export(llama, folder, seq=seq, published=from_folder, tokens=tokens)
+        settings = transformers.AutoConfig.from_pretrained(folder)
+        assert settings.max_position_embeddings == longest
+        for each in (settings, transformers.GenerationConfig.from_pretrained(folder)):
+            assert (each.bos_token_id, each.eos_token_id, each.pad_token_id) == (0, [2, 3], None)
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert (generation.temperature or 1.0) == temperature
+    export(llama, folder)
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    assert (settings.bos_token_id, settings.eos_token_id) == (None, None)
+    with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
+        export(llama, folder, published=str(tmp_path / "none"))
+
+
+def test_a_tokenizer_is_copied_with_every_file_that_transformers_reads_and_nothing_else(tmp_path):
+    """Unless it has a name of its own; what is there is replaced only if asked for."""
     from transformers import tokenization_utils_base as base
     names = {base.SPECIAL_TOKENS_MAP_FILE, base.ADDED_TOKENS_FILE, base.TOKENIZER_CONFIG_FILE, base.FULL_TOKENIZER_FILE,
-             base.CHAT_TEMPLATE_FILE, "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt"}
-    llama, given, other, folder = loaded(published("llama")), *(tmp_path / name for name in ("given", "other", "out"))
-    for path, described in ((given, dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)),
-                            (other, dict(bos_token_id=1, max_position_embeddings=555))):
+             base.CHAT_TEMPLATE_FILE, "tokenizer.model", "vocab.json", "merges.txt"}
+    given, folder, alone = (tmp_path / name for name in ("given", "out", "alone"))
+    for path in (given, folder, alone):
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(described))
-        for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
-            (path / name).write_text(f"{path.name} {name}")
-    for folders, to, bos, eos, longest in [
-            ([""], tmp_path / "bare", None, None, 99), (["", given, other], folder, 0, [2, 3], 777),
-            ([given], given, 0, [2, 3], 777)]:
-        export(llama, to, seq=99, published=map(str, folders))
-        settings = transformers.AutoConfig.from_pretrained(to)
-        assert (settings.bos_token_id, settings.eos_token_id, settings.max_position_embeddings) == (bos, eos, longest)
-    assert {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"} == names
-    assert all((path / name).read_text() == f"given {name}" for name in names for path in (folder, given))
-    (other / "config.json").unlink()
-    export(llama, folder, published=[str(other)])
-    assert (folder / "vocab.json").read_text() == "other vocab.json"
-    with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
-        export(llama, folder, published=[tmp_path / "none"])
+    for name in names | {"model-00001-of-00002.safetensors", "README.md", "other.json"}:
+        (given / name).write_text(name)
+    (folder / "vocab.json").write_text("mine")
+    huggingface.copy_tokenizer(given / "tokenizer.json", folder)
+    assert {path.name for path in folder.iterdir()} == names and (folder / "vocab.json").read_text() == "mine"
+    for to in (folder, given):
+        huggingface.copy_tokenizer(given / "tokenizer.json", to, replace=True)
+    assert all((path / name).read_text() == name for name in names for path in (folder, given))
+    huggingface.copy_tokenizer(given / "other.json", alone)
+    assert [path.name for path in alone.iterdir()] == ["tokenizer.json"]
+    assert (alone / "tokenizer.json").read_text() == "other.json"
 
 
 @pytest.mark.parametrize("flags, says", [
