@@ -657,11 +657,11 @@ def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None
     Without `replace`, files that are there stay. A file of another name becomes tokenizer.json, without what lies
     beside it: that belongs to some other tokenizer.
     """
-    files = [tokenizer]
-    if tokenizer.name == "tokenizer.json":
+    copies = {tokenizer: folder / "tokenizer.json"}
+    if tokenizer.name == "tokenizer.json":  # which may be missing: older models have only a tokenizer.model
         files = [file for pattern in TOKENIZER_FILES for file in sorted(tokenizer.parent.glob(pattern))]
-    for file in files:
-        target = folder / (file.name if len(files) > 1 else "tokenizer.json")
+        copies = {file: folder / file.name for file in files}
+    for file, target in copies.items():
         if replace or not target.exists():
             with contextlib.suppress(shutil.SameFileError):
                 shutil.copyfile(file, target)
