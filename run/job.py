@@ -142,9 +142,12 @@ class Run:
             pieces = list(checkpoint.pieces_of_run(optimizer, self.model.routers, self.groups, saving=True))
             continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.checkpoint_dir)
             self.saver = Saver(asked.checkpoint_dir, pieces, asked.keep_checkpoints,
-                               self.host, step if continues else 0)
+                               self.host, step if continues else None)
         if path and self.log.is_first_rank:
             print(f"resumed {path} after {step} steps", flush=True)
+            if 0 < settings.optim.steps <= step:
+                print(f"nothing to train: --steps {settings.optim.steps} counts from the beginning of the run, which "
+                      f"has {step}", flush=True)
 
     def steps(self, local_micro_batches: Callable[..., list[MicroBatch]]) -> Iterator[Step]:
         """The steps of a run that begins or is resumed, until --steps are done or it is asked to end; what is due
