@@ -56,8 +56,8 @@ def parse(arguments: list[str], world: int = 1) -> Config:
          f"--resume {resume}: has weights, so leave out --init-from; only auto, which may find none, goes with it")
     resumed = resumed_run(resume, flags.get("checkpoint_dir", ""))
     if resumed:  # with another number of ranks, too: the data axis fills
-        inherited = resumed["settings"] | dict(dp=-1) | PRESETS.get(flags.get("preset"), {})
         model, owner = resumed["model"], "the checkpoint's"
+        inherited = resumed["settings"] | dict(dp=-1) | preset_of(flags, model["preset"])
     else:
         arguments = [*arguments, *(["--resume="] if "resume" in flags else [])]  # there is nothing to resume
         if folder := flags.get("init_from"):
@@ -71,9 +71,32 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     huggingface.check_export(settings)
     for name, there in model.items():
         here = getattr(settings.model, name)
+        given = f"{flag(name)} {here}"
+        if "preset" in flags and name not in flags:
+            given = f"--preset {flags['preset']}: has {given}"
         need(here == there or name == "preset" or settings.run.allow_mismatch,
-             f"{flag(name)} {here}: the checkpoint's model has {there}; give --allow-mismatch to change it")
+             f"{given}: the checkpoint's model has {there}; give --allow-mismatch to change it")
+    if resumed:
+        warn_of_schedule(settings, resumed)
     return settings
+
+
+def preset_of(flags: dict[str, Any], before: str) -> dict[str, Any]:
+    """All settings of a model by the preset that a flag gives; {} if it is the one from before, whose settings, and
+    what flags then changed in them, the checkpoint has."""
+    name = flags.get("preset", before)
+    if name == before or name not in PRESETS:
+        return {}
+    return asdict(config.Model(preset=name)) | PRESETS[name]
+
+
+def warn_of_schedule(settings: Config, resumed: dict[str, Any]) -> None:
+    """Say if a run that ended, with its learning rate at the lowest, is continued."""
+    optim, ended, step = settings.optim, resumed["settings"]["steps"], resumed["step"]
+    if ended and step >= ended and optim.steps > step and "constant" not in (
+            optim.lr_schedule, resumed["settings"]["lr_schedule"]) and optim.min_lr < optim.lr:
+        warn(f"--steps {optim.steps}: the learning rate rises again, from --min-lr {optim.min_lr:.3g}, where the "
+             f"schedule of {ended} steps had ended; --lr-schedule constant --lr {optim.min_lr:.3g} would keep it there")
 
 
 def from_command_line() -> Config:
