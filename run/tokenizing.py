@@ -517,14 +517,17 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
     tokenizer_folder: with tokenizer.json; "": there is none. described: see cli.DESCRIBED.
     """
     target = Path(folder)
-    path, settings = target / "tokenizer.json", target / "tokenizer_config.json"
+    path, settings, template = (target / name for name in (
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
+    if not (tokenizer_folder and os.path.samefile(tokenizer_folder, target)):
+        for old in (path, settings, template):  # of an earlier export
+            old.unlink(missing_ok=True)
     if described["is_bytes"]:
         byte_tokenizer().save(str(path))
-        settings.unlink(missing_ok=True)  # of an earlier export
     elif tokenizer_folder:
         huggingface.copy_tokenizer(Path(tokenizer_folder, "tokenizer.json"), target, replace=True)
     if described["chat_template"]:
-        (target / "chat_template.jinja").write_text(described["chat_template"], encoding="utf-8")
+        template.write_text(described["chat_template"], encoding="utf-8")
     if path.is_file() and not settings.exists():  # transformers would make another tokenizer, by the model's type
         tokenizer = read_tokenizer(str(path))
         names = dict(bos_token=described["bos"], eos_token=(described["eos"] or [-1])[0])
