@@ -456,11 +456,12 @@ def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[in
     """The tokens that end an answer, as far as they are tokens of their own: an answer may have others inside."""
     text, is_written = template.end_of_answer()
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    says = [token for token, (start, stop) in zip(encoding.ids, encoding.offsets) if text[start:stop].strip()]
-    found = [token for token in says[:1] if token in tokenizer.get_added_tokens_decoder()]
+    says = [(token, text[start:stop].strip()) for token, (start, stop) in zip(encoding.ids, encoding.offsets)
+            if text[start:stop].strip()]
+    found = [token for token, _ in says[:1] if token in tokenizer.get_added_tokens_decoder()]
     if says and not found:
-        note(f"answers end with {text.strip().splitlines()[0]!r}, which is no token of its own: programs that read an "
-             "export may not stop there")
+        note(f"answers end with {says[0][1]!r}, which is no special token: programs that read an export may not stop "
+             "there")
     return found if is_written else [*found, marks.turn_end]
 
 
