@@ -13,7 +13,7 @@ import transformers
 from runs import run
 
 from run import checkpoint, cli, tokenizing
-from run.chat import CHATML
+from run.chat import CHATML, Template
 from run.data import Corpus
 from test_huggingface import of_transformers
 
@@ -104,6 +104,21 @@ def test_a_model_of_conversations_is_exported_with_its_template_and_ends_its_ans
         assert tokenizer.decode([end]) == ("</s>" if template == ENDLESS else ends[1])
 
 
+@pytest.mark.parametrize("template, ends, says", [
+    ("{% for m in messages %}{{ m.content }} six {% endfor %}", [6], "answers end with 'six', which is no special "),
+    ("{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}", [6], "answers end with 'user', which is no "),
+    ({"default": ENDING, "tool_use": ENDING}, [6, 5], ""), ("{{ raise_exception('no') }}", [6], "")])
+def test_a_word_that_answers_may_have_inside_is_no_end_of_them(template, ends, says, folder, capsys):
+    """A template that refuses a short conversation has no end that we know; several templates stay where they are."""
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(
+        chat_template=template, bos_token="<|endoftext|>", eos_token="</s>")))
+    path = str(folder / "tokenizer.json")
+    tokenizer = tokenizing.read_tokenizer(path)
+    described = tokenizing.describe(tokenizer, tokenizing.marks_of(tokenizer, path), [Template(path)])
+    want = "" if isinstance(template, dict) else '{{ "<|endoftext|>" }}' + template
+    assert described == dict(eos_token_id=ends, chat_template=want) and says in capsys.readouterr().err
+
+
 def published(folder: Path, eos: int | list[int], **generation) -> Path:
     """A small model of transformers in the tokenizer's folder."""
     model = of_transformers("llama")
@@ -140,11 +155,13 @@ def test_an_export_has_the_tokenizer_of_the_data_if_it_is_another_than_the_publi
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"six": 0, "<s>": 1}, unk_token="six"))
     tokenizer.save(str(other / "tokenizer.json"))
     (other / "vocab.json").write_text("{}")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "chat_template.jinja").write_text("of an earlier export")
     run(f"--init-from {published(other, 5)} --data {data} --steps 0 --seq-len 24 --allow-mismatch --sample-prompt= "
         f"--checkpoint-dir {tmp_path}/run --export-hf {tmp_path}/hf")
     model, tokenizer = opened(tmp_path / "hf")
     assert tokenizer.encode("one six") == [10, 15] and not (tmp_path / "hf" / "vocab.json").exists()
-    assert tokenizer.bos_token == tokenizer.eos_token == "</s>"
+    assert tokenizer.bos_token == tokenizer.eos_token == "</s>" and tokenizer.chat_template is None
     assert model.generation_config.eos_token_id == model.generation_config.bos_token_id == 6
 
 
