@@ -479,6 +479,8 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
     stored, run = open_checkpoint(path)[1].state_dict_metadata, cli.read_run(path)
+    for given in filter(None, (run["published"], run["tokenizer"])):
+        need(os.path.isdir(given), f"{path}: the run read {given}, and there is no such folder any more")
     model = config.Model(**run["model"])
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10

@@ -661,7 +661,10 @@ def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None
     if tokenizer.name == "tokenizer.json":  # which may be missing: older models have only a tokenizer.model
         files = [file for pattern in TOKENIZER_FILES for file in sorted(tokenizer.parent.glob(pattern))]
         copies = {file: folder / file.name for file in files}
+        more = tokenizer.parent / "additional_chat_templates"
+        copies |= {file: folder / more.name / file.name for file in more.glob("*.jinja")}
     for file, target in copies.items():
+        target.parent.mkdir(exist_ok=True)
         if replace or not target.exists():
             with contextlib.suppress(shutil.SameFileError):
                 shutil.copyfile(file, target)

@@ -33,7 +33,7 @@ from run.token_files import cannot_be_read
 BLOCK = 2**18  # bytes of a text that are read at a time
 HEAD = 2**20  # bytes at the beginning of a file, whose first line shows the kind of the file
 TOKEN_SUFFIXES = ".bin", ".npy"
-COMPANIONS = (".mask", ".starts", ".idx", ".json")  # files beside token files that are read with them
+COMPANIONS = (".mask", ".starts", ".idx", ".about")  # files beside token files that are read with them
 TOKENIZER_NAMES = ("tokenizer", "vocab.json", "merges.txt", "special_tokens_map", "added_tokens", "chat_template")
 LINES, PACKED = (".jsonl", ".ndjson"), (".gz", ".zst")
 BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",

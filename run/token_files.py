@@ -3,7 +3,7 @@
     tokens.bin      [ header | tokens, uint16 or uint32 ]
     tokens.mask     uint8, one for each token: 1, the model learns to predict it; 0, it only reads it
     tokens.starts   int64, the position of each document's first token
-    tokens.json     what ends a text or an answer, and the chat template, for exports (run/tokenizing.py)
+    tokens.about    what ends a text or an answer, and the chat template, for exports (run/tokenizing.py)
 
 The last three are written where they are needed. Without a mask all tokens are targets. Without starts, a document
 begins at every separator, the token that the header names. Starts are needed where a text, or the template of a

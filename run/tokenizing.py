@@ -1,7 +1,7 @@
 """Text to tokens and back, and files of documents to token files.
 
     tokenizer.json    what a model's publisher trained: text -> ids
-    tokens.json       beside tokens.bin: the tokens that end a text or an answer, and the chat template
+    tokens.about      beside tokens.bin, in JSON: the tokens that end a text or an answer, and the chat template
     Codec             the same for a prompt and for what a model answers; bytes without a tokenizer
     tokenize          files of texts and conversations -> tokens.bin, with tokenizer.json beside it
     tokens_of         the same as a run begins, for a pretrained model and texts; kept for the next start
@@ -346,7 +346,7 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
                                      "the role assistant that is to be learned")
             writer.finish()
             huggingface.copy_tokenizer(Path(tokenizer_path), target.parent)
-            described = target.with_suffix(".json")
+            described = target.with_suffix(".about")
             described.unlink(missing_ok=True)  # of a file that is replaced
             if templates or marks.end is not None:
                 described.write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
@@ -429,7 +429,7 @@ class Writer:
 # ---- what an export says of the data ---------------------------------------------------------------------------------
 
 def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[str, Any]:
-    """The content of tokens.json: the tokens at which a program that generates should stop, and the chat template.
+    """The content of tokens.about: the tokens at which a program that generates should stop, and the chat template.
 
     templates: [] if the data has no conversations. The template that is exported also writes the separator with which
     a document of the data begins: without it, a prompt would be none that training has seen.
@@ -477,16 +477,16 @@ def description_of(corpus: Any) -> dict[str, Any]:
     for file in corpus.files:
         described = read_description(file)
         for token in described.get("eos_token_id", [separator] if separator >= 0 else []):
-            if token not in eos and token < corpus.vocab:
+            if token not in eos and 0 <= token < corpus.vocab:
                 eos.append(token)
         template = template or described.get("chat_template", "")
     return dict(is_bytes=False, bos=separator, eos=eos, chat_template=template)
 
 
 def read_description(tokens: Path) -> dict[str, Any]:
-    """tokens.json beside a token file; {} if there is none, or if it is something else."""
+    """tokens.about beside a token file; {} if there is none, or if it is something else."""
     try:
-        content = json.loads(tokens.with_suffix(".json").read_text(encoding="utf-8"))
+        content = json.loads(tokens.with_suffix(".about").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     known = dict(eos_token_id=[0], chat_template="")
