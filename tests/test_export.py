@@ -104,6 +104,13 @@ def test_a_model_of_conversations_is_exported_with_its_template_and_ends_its_ans
         assert tokenizer.decode([end]) == ("</s>" if template == ENDLESS else ends[1])
 
 
+def test_records_beside_the_token_file_that_is_made_of_them_stay(folder, tmp_path):
+    conversations(path := tmp_path / "tokens.json")
+    before = path.read_text()
+    tokenizing.tokenize([str(path)], str(folder / "tokenizer.json"), str(tmp_path / "tokens.bin"))
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("template, ends, says", [
     ("{% for m in messages %}{{ m.content }} six {% endfor %}", [6], "answers end with 'six', which is no special "),
     ("{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}", [6], "answers end with 'user', which is no "),
@@ -143,6 +150,10 @@ def test_a_published_model_keeps_what_training_does_not_change(folder, tmp_path)
     assert model.config.max_position_embeddings == 48 and tokenizer.chat_template == '{{ "<|endoftext|>" }}' + CHATML
     run(f"--resume auto --steps 2 --warmup 0 --seq-len 24 --allow-mismatch {line}")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").max_position_embeddings == 48
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=f"the run read {folder}, and there is no such folder any more"):
+        checkpoint.export(tmp_path / "run" / "step-000002", str(tmp_path / "new"), "fp32")
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_export_has_the_tokenizer_of_the_data_if_it_is_another_than_the_published_one(folder, tmp_path):

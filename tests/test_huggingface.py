@@ -658,9 +658,13 @@ def test_a_tokenizer_is_copied_with_every_file_that_transformers_reads_and_nothi
         path.mkdir()
     for name in names | {"model-00001-of-00002.safetensors", "README.md", "other.json"}:
         (given / name).write_text(name)
+    (given / base.CHAT_TEMPLATE_DIR).mkdir()
+    (given / base.CHAT_TEMPLATE_DIR / "tool_use.jinja").write_text("tools")
     (folder / "vocab.json").write_text("mine")
     huggingface.copy_tokenizer(given / "tokenizer.json", folder)
-    assert {path.name for path in folder.iterdir()} == names and (folder / "vocab.json").read_text() == "mine"
+    assert {path.name for path in folder.iterdir()} == names | {base.CHAT_TEMPLATE_DIR}
+    assert (folder / "vocab.json").read_text() == "mine"
+    assert (folder / base.CHAT_TEMPLATE_DIR / "tool_use.jinja").read_text() == "tools"
     for to in (folder, given):
         huggingface.copy_tokenizer(given / "tokenizer.json", to, replace=True)
     assert all((path / name).read_text() == name for name in names for path in (folder, given))
