@@ -321,12 +321,6 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def warn(line: str) -> None:
-    """Say something about the settings, by the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        say(f"warning: {line}")
-
-
 speaking = contextvars.ContextVar("speaking", default=False)  # whether this rank does what no other one does
 
 
@@ -336,6 +330,12 @@ def note(line: str) -> None:
         from tqdm import tqdm
         tqdm.write(f"data: {line}", file=sys.stderr)
         sys.stderr.flush()
+
+
+def warn(line: str) -> None:
+    """Say something about the settings, by the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"warning: {line}")
 
 
 def tell_torchrun(line: str) -> None:
