@@ -584,4 +584,5 @@ if __name__ == "__main__":
         torch.set_float32_matmul_precision("high")
     with collectives.world(device) if "WORLD_SIZE" in os.environ else nullcontext():
         for part in parts:
-            PARTS[part](flags) if part in WITH_FLAGS else PARTS[part]()
+            with cli.told_if_slow(f"measuring {part}", "bench"):
+                PARTS[part](flags) if part in WITH_FLAGS else PARTS[part]()

@@ -29,6 +29,7 @@ from core import config, rules
 from core.param import IGNORED, acc_dtype
 from operations import Mask, rotate_and_split
 from plan.printing import table
+from run.cli import told_if_slow
 from sdpa import attention_sdpa
 from tp import cross_entropy
 
@@ -126,7 +127,8 @@ def main(arguments: list[str]) -> None:
     preset, worker = flags.preset or ("llama-3.1-8b" if ON_GPU else "tiny"), Worker()
     rows = [("kernel", "shapes", "its error", "torch's", "verdict")]
     for name in cases(rules.parse(["--preset", preset]).model):  # on a GPU in processes that a failure may end
-        found = worker.measure(Row(name, partial(check, name, preset)), 60) if ON_GPU else check(name, preset)
+        with told_if_slow(f"checking {name}", "bench.check"):
+            found = worker.measure(Row(name, partial(check, name, preset)), 60) if ON_GPU else check(name, preset)
         rows += [(name, "", "", "", f"does not run: {found}")] if isinstance(found, str) else found
     where = torch.cuda.get_device_name() if ON_GPU else "CPU, interpreted"
     print(f"{preset}, {DTYPE}, {where}, torch {torch.__version__}, triton {triton.__version__}\n{table(rows, '<<>><')}")

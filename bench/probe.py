@@ -327,4 +327,5 @@ if __name__ == "__main__":
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with collectives.world(device):
-        probe(settings, out, device)
+        with cli.told_if_slow("measuring the network", "bench.probe"):
+            probe(settings, out, device)

@@ -422,6 +422,10 @@ class Run:
         "After training, write the model into this folder, in the format that transformers reads. The model is that of "
         "the last checkpoint, so --checkpoint-dir has to be given, too."))
     metrics: str = setting("", "Append the metrics of each step to this file, or to /dev/stdout, as one line of JSON.")
+    tensorboard: str = setting("", help=(
+        "Write the metrics of each step into this folder, for TensorBoard. Needs the package tensorboard."))
+    wandb: str = setting("", help=(
+        "Log the metrics of each step to this project of Weights & Biases. Needs the package wandb."))
     profile: str = setting("", help=(
         "Write a trace of steps 3 to 5, counted from 0, into this folder, for Perfetto, and print the operations that "
         "take longest."))
@@ -429,6 +433,15 @@ class Run:
         "Write torch's snapshot of rank 0's GPU memory in the first six steps to this file."))
     sample_prompt: str = setting("def ", help=(
         "After training on text, let the model continue this prompt. An empty prompt ('') turns this off."))
+    sample_chat: bool = setting(False, help=(
+        "Take the prompt as a user's message and let the model answer it, by the tokenizer's chat template or ChatML."))
+    sample_tokens: int = positive(240, "The largest number of tokens of a sample. It ends earlier where the text ends.")
+    sample_temperature: float = setting(0.8, help=(
+        "What the logits of a sample are divided by before the softmax. 0: take the likeliest token."))
+    sample_top_k: int = setting(0, "Draw each token of a sample from this many likeliest ones. 0: from all.")
+    sample_top_p: float = positive(1.0, most=1, help=(
+        "Draw each token of a sample from the fewest likeliest ones whose probabilities sum to at least this."))
+    sample_seed: int = setting(0, "Seed of a sample.")
     device: str = setting("auto", "auto: GPUs if there is one for each rank, else CPUs.", ("auto", "cpu", "cuda"))
     dry_run: str = setting("", help=(
         "RANK/GPUS, such as 0/64 for the first of 64: run one step of that rank on fake tensors, without GPUs, and "

@@ -3,7 +3,8 @@
     python -m learn.pictures                        list the pictures, and how long each takes
     python -m learn.pictures grid schedules         draw these two, in pictures/, or in --out FOLDER
     python -m learn.pictures all                    draw every picture of the list
-    python -m learn.pictures loss a.jsonl b.jsonl   draw the losses of runs with --metrics, beside each other
+    python -m learn.pictures loss a.jsonl b.jsonl   draw the losses of runs with --metrics, beside each other, with
+                                                    those of validation
 
 Each function below draws one picture, and its first line says what there is to see. The numbers are computed by plan/,
 schedules.py and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
@@ -601,31 +602,52 @@ def fp8() -> Figure:
     return train_runs("--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq-len 64 --global-batch 8", FP8)
 
 
-def read_losses(path: str) -> tuple[str, dict[int, float]]:
-    """(name, step -> loss) of a file of --metrics. Raises ValueError for a file that is missing or another one."""
+class Losses(NamedTuple):
+    """The losses of a run: step -> nats per token. validation: at the steps after which it was evaluated."""
+    name: str
+    training: dict[int, float]
+    validation: dict[int, float]
+
+
+def read_losses(path: str, name: str = "") -> Losses:
+    """The losses in a file of --metrics. name: "" for that of the file. Raises ValueError for a file that is missing or
+    another one."""
     try:
         with open(path) as file:
-            losses = {row["step"]: row["loss"] for row in map(json.loads, file)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            rows = [json.loads(line) for line in file]
+        training, validation = ({row["step"]: row[kind] for row in rows if row.get(kind) is not None}
+                                for kind in ("loss", "val_loss"))
+        need(rows == [] or "loss" in rows[0], "its lines have no loss")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: cannot be read as --metrics: {error}") from None
-    need(losses != {}, f"{path}: is empty")
-    return Path(path).stem, losses
+    need(training != {}, f"{path}: is empty")
+    return Losses(name or Path(path).stem, training, validation)
 
 
-def loss(named: list[tuple[str, dict[int, float]]]) -> Figure:
-    """Losses of runs by step, and the difference of each from the first run's."""
-    runs = dict(named)
+def read_all_losses(paths: list[str]) -> list[Losses]:
+    """Of files with one name, such as runs/a/metrics and runs/b/metrics, the path is the name."""
+    stems = [Path(path).stem for path in paths]
+    return [read_losses(path, path if stems.count(stem) > 1 else stem) for path, stem in zip(paths, stems)]
+
+
+def loss(runs: list[Losses]) -> Figure:
+    """Losses of runs by step, those of validation as dots, and the difference of each from the first run's."""
     first, *others = runs
     figure, axes = pyplot.subplots(1, 2 if others else 1, figsize=(9, 3.9), squeeze=False)
-    for number, (title, values) in enumerate(runs.items()):
-        style = dict(color=pyplot.cm.tab20((2 * number + number // 10) % 20), ls=["-", "--", ":"][number % 3], lw=1.6)
-        axes[0, 0].plot(values.keys(), values.values(), label=title, **style)
+    for number, run in enumerate(runs):
+        color = pyplot.cm.tab20((2 * number + number // 10) % 20)
+        style = dict(color=color, ls=["-", "--", ":"][number % 3], lw=1.6)
+        axes[0, 0].plot(run.training.keys(), run.training.values(), label=run.name, **style)
+        if run.validation:
+            axes[0, 0].plot(run.validation.keys(), run.validation.values(), color=color, ls="none", marker="o", ms=5,
+                            mec="black", mew=0.7, label=f"{run.name}, validation")
         if number:
-            shared = [step for step in values if step in runs[first]]
-            axes[0, 1].semilogy(shared, [max(abs(values[step] - runs[first][step]), 1e-17) for step in shared], **style)
+            shared = [step for step in run.training if step in first.training]
+            gaps = [max(abs(run.training[step] - first.training[step]), 1e-17) for step in shared]
+            axes[0, 1].semilogy(shared, gaps, **style)
     axes[0, 0].set(xlabel="step", ylabel="nats per token", title="loss")
     if others:
-        axes[0, 1].set(xlabel="step", title=f"absolute difference to “{first}”")
+        axes[0, 1].set(xlabel="step", title=f"absolute difference to “{first.name}”")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
@@ -708,7 +730,7 @@ def chosen(names: list[str]) -> dict[str, Callable[[], Figure | str]]:
     """Name of a file -> what draws it. Raises ValueError for a name that is not in the list, or a file of metrics that
     cannot be read."""
     if names[:1] == ["loss"] and names[1:]:
-        return {"loss": partial(loss, [*map(read_losses, names[1:])])}
+        return {"loss": partial(loss, read_all_losses(names[1:]))}
     if names == ["all"]:
         names = list(PICTURES)
     for name in names:

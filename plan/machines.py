@@ -94,6 +94,8 @@ CARDS = {  # by the words that its name has, in lower case
     #                     family       bf16    fp8     GiB  TB/s   link      GB/s   source
     "a100":          Card("A100",      312,    0,      80,  2.04,  "NVLink", 300,   "NVIDIA A100 data sheet"),
     "a100-40gb":     Card("A100",      312,    0,      40,  1.56,  "NVLink", 300,   "NVIDIA A100 data sheet"),
+    "a100-pcie":     Card("A100",      312,    0,      80,  1.935, *PCIE4,          "NVIDIA A100 data sheet"),
+    "a100-pcie-40gb": Card("A100",     312,    0,      40,  1.555, *PCIE4,          "NVIDIA A100 PCIe data sheet"),
     "h100":          Card("Hopper",    989,    1979,   80,  3.35,  "NVLink", 450,   "NVIDIA H100 data sheet"),
     "h100-pcie":     Card("Hopper",    756,    1513,   80,  2.0,   *PCIE5,          "NVIDIA H100 PCIe data sheet"),
     "h100-nvl":      Card("Hopper",    835,    1671,   94,  3.9,   *PCIE5,          "NVIDIA H100 NVL data sheet"),
@@ -113,13 +115,18 @@ CARDS = {  # by the words that its name has, in lower case
     "rtx-4090":      Card("Ada",       165.2,  330.3,  24,  1.008, *PCIE4,          ADA),
     "rtx-5090":      Card("RTX 50",    209.5,  419,    32,  1.792, *PCIE5,          RTX_BLACKWELL),
 }
-OTHER_CARD = {"laptop", "mobile", "max", "ti", "super", "d", "mig"}  # words of a slower card, or of a part of one
+# Words of a slower card, of a part of one, and of cards without a data sheet: the A100 of 64 GB, H100s with HBM2. So is
+# the profile of a virtual GPU, such as 10C.
+OTHER_CARD = {"laptop", "mobile", "max", "ti", "super", "d", "mig", "64gb", "hbm2", "hbm2e"}
+VIRTUAL = re.compile(r"\d+[abcq]")
 
 
 def card_of(device_name: str) -> str:
     """The name in CARDS of a GPU that calls itself so, "NVIDIA GeForce RTX 4090"; "" for one that is not there."""
     words = set(re.split("[ -]", device_name.lower()))
-    found = [name for name in CARDS if set(name.split("-")) <= words and not words & OTHER_CARD]
+    if words & OTHER_CARD or any(VIRTUAL.fullmatch(word) for word in words):
+        return ""
+    found = [name for name in CARDS if set(name.split("-")) <= words]
     return max(found, key=lambda name: name.count("-"), default="")
 
 

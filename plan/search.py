@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from core import config, rules
 from core.config import Config, need
@@ -128,7 +130,7 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
     """
     rejected, found, given = Counter(), [], given or {}
     usable = run.machine.memory_bytes * run.constants.usable
-    for axes in grids(run.settings, gpus, given):
+    for axes in with_bar(grids(run.settings, gpus, given), "searching"):
         levels = choices(given, "zero", (0, 1, 2, 3) if axes["dp"] * axes["cp"] > 1 else (0,))
         fitting: set[tuple] = set()  # these surely fit with less recomputation
         for variant in variants(run, axes, given, rejected):
@@ -154,10 +156,17 @@ def search(run: Run, gpus: int, given: Mapping[str, Any] | None = None,
                 step = step_time.step_seconds(candidate, stages, simulated=False)
                 found.append(Candidate(candidate, step.seconds, step.parts, needed, fits))
     found.sort(key=lambda candidate: candidate.rank)
-    best = [candidate._replace(**step_time.step_seconds(candidate.run)._asdict()) for candidate in found[:simulated]]
+    best = [candidate._replace(**step_time.step_seconds(candidate.run)._asdict())
+            for candidate in with_bar(found[:simulated], "simulating")]
     best.sort(key=lambda candidate: candidate.rank)
     rejected["step 3: slower"] += max(0, len(found) - 10)
     return best + found[simulated:], rejected
+
+
+def with_bar(grids: Iterable, what: str) -> tqdm:
+    """The grids, with a progress bar if they take longer than two seconds. With --grid auto all ranks search: the first
+    one shows it."""
+    return tqdm(grids, what, unit=" grids", delay=2, leave=False, disable=os.environ.get("RANK", "0") != "0")
 
 
 def describe(settings: Config) -> str:

@@ -541,8 +541,10 @@ def main() -> None:
         flags, words = config.read_known(Flags, sys.argv[1:], USAGE)
         need(words[:1] == ["export"] and len(words) == 3, f"usage: {USAGE}")
         _, path, folder = words
-        checkpoint = newest_whole(path)
-        export(checkpoint, folder, flags.dtype)
+        with cli.told_if_slow("comparing the checkpoint's files with their checksums", "run.checkpoint"):
+            checkpoint = newest_whole(path)
+        with cli.told_if_slow(f"exporting the model to {folder}", "run.checkpoint"):
+            export(checkpoint, folder, flags.dtype)
         print(f"exported {checkpoint} to {folder}")
     except (ValueError, OSError) as error:
         cli.refuse(error, "run.checkpoint")

@@ -7,13 +7,16 @@ library alone. run/checkpoint.py writes the run.json that is read here.
 import contextlib
 import contextvars
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -156,11 +159,15 @@ def check_paths(settings: Config) -> None:
     for name in ("data", "val_data"):
         for path in getattr(settings.data, name):
             need(os.path.exists(path), f"{flag(name)} {path}: no such file or folder")
-    for name in ("checkpoint_dir", "export_hf", "profile"):
+    for name in ("checkpoint_dir", "export_hf", "tensorboard", "profile"):
         path = getattr(run, name)
         need(not os.path.exists(path) or os.path.isdir(path), f"{flag(name)} {path}: is a file, name a folder")
         if path and name != "checkpoint_dir":
             check_folder(f"{flag(name)} {path}", Path(path))
+    for name, package in dict(tensorboard="tensorboard", wandb="wandb", sample_chat="transformers").items():
+        value = getattr(run, name)
+        need(not value or run.dry_run or is_installed(package),
+             f"{flag(name)} {value}: needs a package that is not installed: pip install {package}")
     for name in ("memory_snapshot", "metrics"):
         if path := getattr(run, name):
             taken = [folder for folder in (run.checkpoint_dir, run.export_hf) if folder]
@@ -169,6 +176,12 @@ def check_paths(settings: Config) -> None:
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
                  f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
+
+
+def is_installed(package: str) -> bool:
+    """Whether Python finds the package. A folder of its name, such as the one that wandb makes, has no origin."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def check_folder(what: str, path: Path) -> None:
@@ -183,8 +196,9 @@ def check_folder(what: str, path: Path) -> None:
 
 
 def check_file(what: str, path: str, folders: list[str]) -> None:
-    folder = os.path.dirname(path) or "."
-    need(os.path.isdir(folder), f"{what}: there is no folder {folder}")
+    """Whether this file can be written, in a folder that is made if it is not there. folders: of other files."""
+    folder = str(next(parent for parent in Path(path).absolute().parents if parent.exists()))
+    need(os.path.isdir(folder), f"{what}: {folder} is a file")
     taken = [os.path.realpath(os.path.join(folder, name)) for folder in folders for name in ("", "latest", "lock")]
     need(os.path.realpath(path) not in taken,
          f"{what}: is the folder of --checkpoint-dir or --export-hf, name a file that checkpoints do not have")
@@ -245,7 +259,8 @@ def resumed_run(resume: str, out: str) -> dict | None:
         settings = {name: value for name, value in run["settings"].items() if name not in NOT_INHERITED}
         settings["betas"] = tuple(settings["betas"])  # JSON has no tuples
         if os.path.realpath(settings["checkpoint_dir"]) != os.path.realpath(path.parent):  # a copy of the checkpoint
-            settings |= dict(checkpoint_dir="", metrics="") | ({} if out else dict(save_every=0))
+            settings |= dict.fromkeys(("checkpoint_dir", "metrics", "tensorboard", "wandb"), "")
+            settings |= {} if out else dict(save_every=0)
         return run | dict(settings=settings)
     if problems:
         raise problems[0]
@@ -315,10 +330,34 @@ def refuse(error: ValueError, program: str = "train.py") -> NoReturn:
     os._exit(2)  # at once, without destroying process groups, whose other ranks may be gone
 
 
-def say(line: str) -> None:
+def say(line: str, program: str = "train.py") -> None:
     from tqdm import tqdm
-    tqdm.write(f"train.py: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
+    tqdm.write(f"{program}: {line}", file=sys.stderr)  # tqdm moves its progress bar out of the way
     sys.stderr.flush()
+
+
+SOON_S, LATER_S = 5, 30  # after which a line says what is waited for, and after which another one does
+
+
+@contextlib.contextmanager
+def told_if_slow(what: str, program: str = "train.py") -> Iterator[None]:
+    """Say what the body does, if it takes longer than a few seconds, and go on saying how long it has taken. Only the
+    first rank says it. what: such as "saving a checkpoint"."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = SOON_S
+        while not over.wait(pause):
+            say(f"{what}: {time.monotonic() - began:.0f} s so far", program)
+            pause = LATER_S
+
+    thread = threading.Thread(target=tell, daemon=True)
+    if os.environ.get("RANK", "0") == "0":
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 speaking = contextvars.ContextVar("speaking", default=False)  # whether this rank does what no other one does

@@ -49,7 +49,7 @@ from core.config import need, setting
 from core.param import IGNORED
 from run import cli
 from run.chat import Rendered
-from run.cli import note
+from run.cli import note, told_if_slow
 from run.texts import (
     KINDS,
     PACKED,
@@ -354,14 +354,16 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
     data, weights = settings.data, () if seed is None else settings.data.weights()
     dtype, separator = settings.before_defaults.get("data_dtype", data.data_dtype), data.separator
     try:
-        found = find(paths)
+        with told_if_slow("looking for files of data"):
+            found = find(paths)
         if kind_of(found, paths) == "text":
             check_apart(settings, paths)
             if folder := tokenizer_of(settings):
                 found, separator = tokenized(settings, found, bool(weights), folder), -1
         if not settings.run.allow_mismatch:
             check_tokenizers(settings)
-        corpus = Corpus(paths, settings.model.vocab, dtype, separator, weights=weights, found=found)
+        with told_if_slow("reading the data"):
+            corpus = Corpus(paths, settings.model.vocab, dtype, separator, weights=weights, found=found)
     except OSError as error:
         raise ValueError(cannot_be_read(error.filename or " ".join(paths), error)) from None
     return Samples(corpus, settings.batch.seq_len, seed, data.mask_documents)
@@ -370,7 +372,7 @@ def open_samples(settings: config.Config, paths: list[str], seed: int | None) ->
 def check_apart(settings: config.Config, paths: list[str]) -> None:
     """Raise ValueError if the run writes into a folder whose text it reads."""
     for folder in (Path(path).resolve() for path in paths if os.path.isdir(path)):
-        for name in ("checkpoint_dir", "export_hf", "profile", "metrics", "memory_snapshot"):
+        for name in ("checkpoint_dir", "export_hf", "tensorboard", "profile", "metrics", "memory_snapshot"):
             written = Path(getattr(settings.run, name) or os.devnull).resolve()
             parts = written.relative_to(folder).parts if written.is_relative_to(folder) else (".",)
             need(any(part.startswith(".") for part in parts),  # hidden, which is not read

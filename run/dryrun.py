@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no public group without peers
+from tqdm import tqdm
 
 import ep
 from core import collectives, config
@@ -122,8 +123,9 @@ def measure(step: Callable[[], Any], model: Any, optimizer: Any, engine: Any, gr
         before = meter.restart_window()  # what is received, before it, counts as well
         yield
         peak_of_action.append((action, max(before, meter.restart_window())))
+        bar.update()
 
-    with meter:
+    with meter, tqdm(desc="dry run", unit="action", delay=2) as bar:
         collectives.sent.clear()
         engine.around = around
         step()

@@ -9,12 +9,15 @@ parallel ranks all compute the same; so do data parallel ranks, or they do not t
 """
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch.nn import Module
 
 from core import config
-from core.collectives import ALONE, Groups, all_reduce, receive, send
+from core.collectives import ALONE, Group, Groups, all_reduce, receive, send
+from core.config import need, setting
 from core.param import shard_slice
 from run.tokenizing import Codec
 
@@ -39,18 +42,41 @@ class KVCache:
         return k, v
 
 
-@torch.no_grad()
-def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-    """Tokens [B, S] continued by `count` tokens, [B, S + count], each drawn from softmax(logits / temperature). model:
-    a model.Llama.
+def shares(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """Return the probabilities [B, V] of the next token, from its logits [B, V]: softmax(logits / temperature), and 0
+    for all but the likeliest tokens.
 
-    temperature 0 takes the likeliest token. All ranks of the grid must call it, with the same arguments. From then on
-    the model multiplies in 16 bits, as ranks that take no part could not agree on FP8 scales.
+    top_k: how many these are; 0: all. top_p: of these, the fewest whose probabilities sum to at least top_p (Holtzman
+    et al. 2020).
+    """
+    logits = logits / temperature
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if top_p < 1:
+        descending, order = probabilities.sort(descending=True)
+        before = descending.cumsum(-1) - descending  # the sum of all that are likelier
+        probabilities.scatter_(-1, order, descending.masked_fill(before >= top_p, 0))
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+@torch.no_grad()
+def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0, top_k: int = 0,
+           top_p: float = 1.0, ends: Sequence[Sequence[int]] = (), together: Group = ALONE) -> torch.Tensor:
+    """Tokens [B, S] continued by at most `count` tokens, each drawn from `shares`. model: a model.Llama.
+
+    temperature 0 takes the likeliest token. ends: sequences of tokens. When every row has had one, no token follows.
+    together: the other ranks that call it, besides those of tp and pp. All get the token that its first rank draws:
+    rounding might lead one rank to another token. All must have the same arguments. From then on the model multiplies
+    in 16 bits, as ranks that take no part could not agree on FP8 scales.
     """
     for module in model.modules():
         vars(module).pop("mm", None)  # the class has the plain one
     generator, cache, new = torch.Generator().manual_seed(seed), KVCache(), tokens
     vocab, tp, pp = model.config.vocab, model.tp.group, model.groups.get("pp", ALONE)
+    prompt, ended = tokens.shape[1], [False] * len(tokens)
     for _ in range(count):
         logits, own = torch.zeros(len(tokens), vocab, device=tokens.device), next_logits(model, new, cache)
         if own is not None:
@@ -60,9 +86,22 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
         if temperature == 0:
             new = logits.argmax(-1, keepdim=True)
         else:
-            new = torch.multinomial((logits / temperature).softmax(-1).cpu(), 1, generator=generator).to(tokens)
+            drawn_from = shares(logits, temperature, top_k, top_p).cpu()
+            new = torch.multinomial(drawn_from, 1, generator=generator).to(tokens)
+        if together.size > 1:
+            new = new if together.rank == 0 else torch.zeros_like(new)
+            all_reduce(new, together)
         tokens = torch.cat((tokens, new), 1)
+        if ends:
+            ended = [was or end_in(row, ends) > 0 for was, row in zip(ended, tokens[:, prompt:].tolist())]
+            if all(ended):
+                break
     return tokens
+
+
+def end_in(tokens: list[int], ends: Sequence[Sequence[int]]) -> int:
+    """The length of the sequence of `ends` that these tokens end with; 0 if they end with none."""
+    return max((len(end) for end in ends if end and tokens[-len(end):] == list(end)), default=0)
 
 
 def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
@@ -79,39 +118,74 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
     return x if model.last_stage in model.layers_of_stage else None
 
 
-def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device,
-                    length: int = 240) -> None:
-    """Print how the model continues --sample-prompt by `length` tokens.
+def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device) -> None:
+    """Print how the model continues --sample-prompt, or with --sample-chat, how it answers.
 
     The first rank of the data axis, with its tp and pp partners, can do this alone, unless ZeRO-3 or expert parallelism
     shards weights over the data axis: then all ranks take part.
     """
+    asked = settings.run
     if groups["data"].rank == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
-        prompt = torch.tensor([codec.prompt(settings.run.sample_prompt)], device=device)
-        begin = 0 if codec.separator is None else 1
-        tokens = sample(model, prompt, length)[0, begin:].tolist()
+        prompt = codec.prompt(asked.sample_prompt, asked.sample_chat)
+        ends = codec.ends(asked.sample_chat)
+        together = groups["data"] if settings.grid.zero == 3 or settings.grid.ep > 1 else ALONE
+        tokens = sample(model, torch.tensor([prompt], device=device), asked.sample_tokens, asked.sample_temperature,
+                        asked.sample_seed, asked.sample_top_k, asked.sample_top_p, ends, together)[0].tolist()
         if groups["world"].rank == 0:
-            text = codec.decode(tokens)  # whose control characters would ring and erase
+            begin = len(prompt) if asked.sample_chat else 0 if codec.separator is None else 1
+            stop = len(tokens) - end_in(tokens[len(prompt):], ends)
+            text = codec.decode(tokens[begin:stop])  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
+
+
+USAGE = ("python -m run.generate CKPT --prompt TEXT [--chat] [--temperature T] [--top-k K] [--top-p P] "
+         "[flags of train.py]")
+
+
+@dataclass
+class Flags:
+    prompt: str = setting("", "the text to continue")
+    chat: bool = setting(False, "answer the prompt, a user's message, by the tokenizer's chat template or ChatML")
+    max_tokens: int = setting(240, "the largest number of tokens; it ends earlier where the text or the answer ends")
+    temperature: float = setting(0.8, "what logits are divided by; 0: take the likeliest token")
+    top_k: int = setting(0, "draw from this many likeliest tokens; 0: from all")
+    top_p: float = setting(1.0, "draw from the fewest likeliest tokens whose probabilities sum to at least this")
+    seed: int = setting(0, "another seed draws another text")
+
+
+def flags_of_train(arguments: list[str]) -> tuple[str, list[str]]:
+    """(CKPT, flags of train.py) of this program's command line. Raises ValueError."""
+    if "--prompt" in arguments[:-1]:  # in one word, so that a prompt may begin with @ or -
+        at = arguments.index("--prompt")
+        arguments = [*arguments[:at], f"--prompt={arguments[at + 1]}", *arguments[at + 2:]]
+    flags, words = config.read_known(Flags, config.expand(arguments), USAGE)
+    need(words != [] and not words[0].startswith("-") and flags.prompt, f"usage: {USAGE}")
+    path, *others = words
+    found = []
+    for name, value in asdict(flags).items():
+        ours = "sample_tokens" if name == "max_tokens" else f"sample_{name}"
+        problem = config.problem_of(ours, value)
+        need(not problem, f"{config.flag(name)} {value}: {problem}")
+        if name == "chat":
+            found.append("--sample-chat" if value else "--no-sample-chat")
+        elif name != "prompt":
+            found += [config.flag(ours), str(value)]
+    return path, [*found, *others, f"--sample-prompt={flags.prompt}"]
 
 
 def main(arguments: list[str]) -> None:
     """Replace this process by train.py with --steps 0: it has the grid, the checkpoints and the data."""
-    if "--prompt" not in arguments and {"-h", "--help"} & set(arguments):  # train.py's own help lists its flags
-        print(__doc__)
-        return
-    where = arguments.index("--prompt") if "--prompt" in arguments[1:-1] else 0
-    if not where or arguments[0].startswith("-") or not arguments[where + 1]:
-        print("run.generate: usage: python -m run.generate CKPT --prompt TEXT [flags of train.py]", file=sys.stderr)
+    try:
+        path, flags = flags_of_train(arguments)
+    except ValueError as error:
+        print(f"run.generate: {error}", file=sys.stderr)
         sys.exit(2)
-    path, *flags = arguments
-    # In one word, so that a prompt may begin with @ or -.
-    flags[where - 1:where + 1] = ["--sample-prompt=" + flags[where]]
     published = os.path.isfile(os.path.join(path, "config.json"))
     default_grid = ("--dp auto --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
                     "--schedule 1f1b --virtual-stages auto --ep 1 --zero 0 --recompute none --offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
-    no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0", "--metrics", "",
+    no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0",
+                   "--metrics", "", "--tensorboard", "", "--wandb", "",
                    "--val-data", "--eval-every", "0",
                    "--optimizer", "sgd", "--moments-dtype", "auto"]  # SGD has no moments to load
     train = os.path.join(os.path.dirname(os.path.dirname(__file__)), "train.py")

@@ -587,6 +587,25 @@ def is_inside(path: str) -> bool:
     return not os.path.isabs(path) and os.pardir not in path.split(os.sep)
 
 
+# ---- tokenizers ---------------------------------------------------------------------------------------------------
+
+def special_tokens(path: str) -> dict[str, str]:
+    """bos_token and eos_token of the tokenizer_config.json beside a tokenizer.json, as far as there are any."""
+    file = Path(path).parent / "tokenizer_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: content.get(name) for name in ("bos_token", "eos_token")}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in texts.items() if isinstance(token, str)}
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """The files in a folder that transformers reads of a tokenizer."""
+    return (file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
+
+
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
@@ -659,8 +678,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None
     """
     copies = {tokenizer: folder / "tokenizer.json"}
     if tokenizer.name == "tokenizer.json":  # which may be missing: older models have only a tokenizer.model
-        files = [file for pattern in TOKENIZER_FILES for file in sorted(tokenizer.parent.glob(pattern))]
-        copies = {file: folder / file.name for file in files}
+        copies = {file: folder / file.name for file in tokenizer_files(tokenizer.parent)}
         more = tokenizer.parent / "additional_chat_templates"
         copies |= {file: folder / more.name / file.name for file in more.glob("*.jinja")}
     for file, target in copies.items():

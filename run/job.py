@@ -7,6 +7,7 @@ import contextlib
 import gc
 import math
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from run.ranks import HostCopy, agree, gather_objects, host_group, meet
 from run.tokenizing import Codec, codec_of, description_of, same_tokenizer
 
 BEFORE = "before the first step"
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Run:
         self.log = Log(settings, groups, self.device)
         self.log.start(self.device_reason, model, self.training)
         device.check_memory(settings, groups["pp"].rank, self.device)
-        if run.checkpoint_dir or run.resume or run.init_from or run.export_hf:
+        if run.checkpoint_dir or run.resume or run.init_from or run.export_hf or run.tensorboard or run.wandb:
             self.host = host_group(run.timeout)
         need(not self.validation or self.validation.corpus.is_text == self.training.corpus.is_text,
              "--val-data: is text and --data token files, or the other way round: give both of one kind")
@@ -117,6 +119,8 @@ class Run:
                     if name not in ("data", "before_defaults", "arguments")]
         faults.agree_on({"settings": sections, "data": self.training.identity(),
                          "version of Python or torch": (sys.version, torch.__version__)}, groups["world"], self.device)
+        if run.tensorboard or run.wandb:
+            agree(self.log.open_curves, self.host)
 
     def load(self, optimizer) -> None:
         """Initial weights, published ones, or the state of a checkpoint; then the Saver, if the run saves. Raises
@@ -124,19 +128,22 @@ class Run:
         self.optimizer, settings, asked, saved = optimizer, self.settings, self.settings.run, {}
         if asked.resume:
             found = agree(lambda: cli.candidates(asked.resume, asked.checkpoint_dir), self.host)
-            self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
+            with cli.told_if_slow("comparing the checkpoint's files with their checksums"):
+                self.resumed = find_whole(gather_objects(found, self.host)[0], self.host)
             saved = cli.read_run(self.resumed)
             agree(lambda: check_data(self.training, saved, settings), self.host)
             restore(self, self.resumed, saved)
         else:
-            agree(lambda: load_first(self, initial_weights(settings)), self.host)
+            doing = f"reading the weights of {asked.init_from}" if asked.init_from else "drawing the initial weights"
+            with cli.told_if_slow(doing):
+                agree(lambda: load_first(self, initial_weights(settings)), self.host)
         self.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
         self.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), self.training.corpus)
         longest = max(settings.batch.seq_len, saved["described"]["longest"] if saved else 0)
         self.described = description_of(self.training.corpus) | dict(longest=longest)
         if asked.sample_prompt:
             self.codec = agree(lambda: codec_of(self.training.corpus, self.tokenizer), self.host)
-            agree(lambda: self.codec and self.codec.prompt(asked.sample_prompt), self.host)
+            agree(lambda: self.codec and self.codec.prompt(asked.sample_prompt, asked.sample_chat), self.host)
         path, step = self.resumed, self.state.step
         if asked.checkpoint_dir and (step < settings.optim.steps or (asked.export_hf and not path)):
             pieces = list(checkpoint.pieces_of_run(optimizer, self.model.routers, self.groups, saving=True))
@@ -225,7 +232,8 @@ def started(settings: config.Config) -> Iterator[Run]:
         torch.cuda.set_device(chosen)
     try:
         if "WORLD_SIZE" in os.environ:
-            store = meet(run.timeout)
+            with cli.told_if_slow("waiting for the other ranks to start"):
+                store = meet(run.timeout)
         stop.listen()  # until here a signal ends the process: there is nothing to save
         if store and "TORCHELASTIC_RUN_ID" in os.environ:
             watchdog = faults.Watchdog(store.clone(), run.timeout, lambda: state.activity, stop)
@@ -313,7 +321,7 @@ def description(run: Run) -> dict:
     settings, given = run.settings, dict(run.settings.before_defaults)
     for name in ("data", "val_data"):
         given[name] = [os.path.abspath(path) for path in given[name]]
-    for name in ("checkpoint_dir", "metrics"):
+    for name in ("checkpoint_dir", "metrics", "tensorboard"):
         given[name] = given[name] and os.path.abspath(given[name])
     return run.state.progress() | dict(
         settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=run.groups["world"].size,
@@ -391,13 +399,15 @@ def pause(run: Run, due: set[str]) -> dict:
     after = f"after step {state.step - 1}"
     if run.validation and "evaluate" in due and not guard.stopping:
         state.activity = f"evaluating {after}"
-        record["val_loss"] = validation_loss(run)
+        with cli.told_if_slow(state.activity):
+            record["val_loss"] = validation_loss(run)
     saves = run.saver and ("save" in due or guard.stopping)
     if asked.check_replicas and ("check" in due or saves):
         record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, run.groups)
     if saves:  # in the background
         state.activity = f"saving {after}"
-        record["save_wait_s"] = run.saver.save(state.step, description(run))
+        with cli.told_if_slow("waiting for the save before this one"):
+            record["save_wait_s"] = run.saver.save(state.step, description(run))
         record["save_gb_per_s"] = run.saver.bytes_per_s / 1e9
     return record
 
@@ -414,12 +424,11 @@ def finish(run: Run) -> None:
     log.close(state.step, state.tokens)
     if run.saver:
         state.activity = "saving"
-        problem = run.saver.finish()
+        with cli.told_if_slow(f"saving the checkpoint of step {state.step}"):
+            problem = run.saver.finish()
     if guard.stopping and log.is_first_rank:
-        saved = (f"continue with --checkpoint-dir {asked.checkpoint_dir} --resume auto" if asked.checkpoint_dir
-                 else "nothing is saved: there is no --checkpoint-dir")
         print(f"ended after {state.step} of {settings.optim.steps} steps, as asked "
-              f"({guard.stop.reason or 'on another rank'}): {saved}")
+              f"({guard.stop.reason or 'on another rank'})")
     if log.last_loss is not None and state.skipped == state.step and not guard.stopping:
         problem = problem or (f"all {state.step} steps were skipped, so the weights are those of the beginning: lower "
                               "--lr, or look at the data and the weights that the run began with")
@@ -430,16 +439,66 @@ def finish(run: Run) -> None:
         dtype = settings.precision.dtype
         path = Path(asked.checkpoint_dir, f"step-{state.step:06d}") if run.saver else run.resumed
         try:
-            agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
-                  run.host)
+            with cli.told_if_slow(f"exporting the model to {asked.export_hf}"):
+                agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
+                      run.host)
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
     if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
-        if run.codec:
-            generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
+        guessing = math.log(settings.model.vocab)
+        if not is_worth_reading(log.last_loss, guessing):
+            if log.is_first_rank:
+                print(f"no sample: at a loss of {log.last_loss:.2f} it would be noise (guessing has {guessing:.2f})",
+                      file=sys.stderr)
+        elif run.codec:
+            with cli.told_if_slow("sampling"):
+                generate.continue_prompt(run.model, run.codec, settings, run.groups, run.device)
         elif log.is_first_rank:
             print("no sample: the data are tokens, without a tokenizer.json beside them", file=sys.stderr)
+    if log.last_loss is not None and log.is_first_rank:
+        print("\n".join(what_next(run)), flush=True)
+
+
+def what_next(run: Run) -> list[str]:
+    """Two lines of commands after training: one that continues it, and others that sample, export and draw its losses.
+    They can be pasted into the shell from which the run was started."""
+    asked, state, ranks = run.settings.run, run.state, run.groups["world"].size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks == 1:
+        start = "python train.py"
+    elif ranks == here:
+        start = f"torchrun --nproc_per_node={ranks} train.py"
+    else:
+        start = (f"torchrun --nnodes={ranks // here} --nproc_per_node={here} --rdzv_backend=c10d "
+                 f"--rdzv_endpoint={os.environ.get('MASTER_ADDR')}:29500 train.py")
+    steps = "" if state.step < run.settings.optim.steps else f" --steps {2 * state.step}"
+    folder, anyway = quoted(asked.checkpoint_dir), " --allow-mismatch" if asked.allow_mismatch else ""
+    first, others = "nothing is saved: --checkpoint-dir FOLDER would save it, to continue, sample or export", []
+    if asked.checkpoint_dir:
+        first = f"{start} --checkpoint-dir {folder} --resume auto{steps}{anyway}"
+        if run.training.corpus.is_text or run.tokenizer:
+            prompt = asked.sample_prompt if asked.sample_prompt.isprintable() else ""
+            others.append(f"python -m run.generate {folder} --prompt {shlex.quote(prompt or 'The ')}{anyway}")
+        with contextlib.suppress(ValueError):  # for a model that no class of transformers has
+            huggingface.exportable(run.settings.model)
+            others.append(f"python -m run.checkpoint export {folder} {quoted(f'{asked.checkpoint_dir}-hf')}")
+    if os.path.isfile(asked.metrics):
+        others.append(f"python -m learn.pictures loss {quoted(asked.metrics)}")
+    away = "" if os.path.samefile(os.curdir, ROOT) else f"cd {shlex.quote(str(ROOT))}; "  # where the commands work
+    lines = [away * bool(asked.checkpoint_dir) + first, *([away + "; ".join(others)] if others else [])]
+    return [label + line for label, line in zip(("next    ", "        "), lines)]
+
+
+def quoted(path: str) -> str:
+    """A path for a command in the project's folder."""
+    return shlex.quote(path if os.path.samefile(os.curdir, ROOT) else os.path.abspath(path))
+
+
+def is_worth_reading(loss: float | None, guessing: float) -> bool:
+    """Whether a sample after training says something: at half of the loss of guessing, ln(vocab), words begin to look
+    like words. loss: None if nothing was trained: whoever only samples gets a sample."""
+    return loss is None or loss < guessing / 2
 
 
 def validation_loss(run: Run) -> float | None:

@@ -22,7 +22,7 @@ from core.groups import AXES
 from core.param import DTYPES, Spec, is_first_replica
 from plan import costs, machines
 from plan.memory import format_bytes
-from run.cli import METRIC, is_stdout, say
+from run.cli import LATER_S, METRIC, SOON_S, is_stdout, say
 from run.device import memory_of_rank, uses_kernels
 
 
@@ -35,13 +35,15 @@ class Log:
         self.is_first_rank = self.rank == 0
         dtype = DTYPES[settings.precision.dtype]
         # FP8 runs are measured against the peak of bf16, too.
-        has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        self.peak = machines.peak_flops(torch.cuda.get_device_name(device)) if has_peak else None
+        self.has_peak = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        self.peak = machines.peak_flops(torch.cuda.get_device_name(device)) if self.has_peak else None
         self.flops = costs.flops_by_convention(settings)  # per token: mfu, mfu_causal and hfu
         self.last_loss: float | None = None  # of the last step of this process with a target; None before its first
         self.last_lap = 0.0
         self.noise: list[tuple[float, float]] = []  # noise_trace and noise_gradient2 of each step, on rank 0
         self.metrics_begun = self.metrics_failed = self.said_empty = False
+        self.curves: list[TensorBoard | Wandb] = []
+        self.next_line = math.inf  # when the next line of progress is due, by time.monotonic
         self.bar = tqdm(total=settings.optim.steps, unit="step", disable=True)
 
     def start(self, device_reason: str, model, samples) -> None:
@@ -53,10 +55,22 @@ class Log:
             device = f"{self.device.type} ({device_reason}), {ranks}"
             fused = uses_kernels(self.settings, self.device)
             print(first_lines(self.settings, self.groups, device, built, samples, fused), flush=True)
+            if self.has_peak and not self.peak:
+                say(f"{device_reason}: its peak is not known here, so mfu, mfu_causal and hfu are null")
             if built != counted:
                 say(f"warning: the model has {built:,} parameters, but plan/costs.py counts {counted:,}: predicted "
                     "memory, times and MFU are wrong until parameters, layer_elements, layer_matrices and llama_layer "
                     "there are changed like the model")
+
+    def open_curves(self) -> None:
+        """Open what --tensorboard and --wandb ask for, on the first rank. Raises ValueError if that fails."""
+        for name, kind in (("tensorboard", TensorBoard), ("wandb", Wandb)):
+            asked = self.settings.value(name)
+            if asked and self.is_first_rank:
+                try:
+                    self.curves.append(kind(self.settings))
+                except Exception as error:  # whatever a package raises, if nobody is logged in, for example
+                    raise ValueError(f"{config.flag(name)} {asked}: {error}".splitlines()[0]) from None
 
     def begin(self, step: int) -> None:
         """Prepare the bar and the metrics for `step`, when the run begins, is resumed, or has gone back."""
@@ -64,13 +78,27 @@ class Log:
         self.bar = tqdm(total=self.settings.optim.steps, initial=step, unit="step", dynamic_ncols=True,
                         disable=not self.is_first_rank or not sys.stderr.isatty())
         self.metrics_begun = False
+        self.next_line = time.monotonic() + SOON_S
+        self.for_each_curve(lambda curve: curve.begin(step))
+
+    def for_each_curve(self, work: Callable[["TensorBoard | Wandb"], None]) -> None:
+        """Do the work for every curve. One that fails is dropped with a warning: training goes on without it."""
+        for curve in list(self.curves):
+            try:
+                work(curve)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                say(f"warning: --{curve.name}: {problem}: training goes on without")
+                self.curves.remove(curve)
 
     def append(self, record: dict) -> None:
         """Append `record` to --metrics. The first call removes records of this and later steps from the file."""
         path = self.settings.run.metrics
         try:
-            if not self.metrics_begun and os.path.isfile(path):
-                cut(path, record["step"])
+            if not self.metrics_begun:
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                if os.path.isfile(path):
+                    cut(path, record["step"])
             with open(os.dup(1) if is_stdout(path) else path, "a") as file:
                 file.write(as_json(record) + "\n")
             self.metrics_begun, self.metrics_failed = True, False
@@ -110,11 +138,14 @@ class Log:
             self.noise.append((record["noise_trace"], record["noise_gradient2"]))
         if self.settings.run.metrics and self.is_first_rank:
             self.append(record)
+        self.for_each_curve(lambda curve: curve.write(record["step"], scalars(record)))
         done, steps = record["step"] + 1, self.settings.optim.steps
         progress = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
         self.bar.set_postfix_str(progress, refresh=False)
         self.bar.update()
-        if self.is_first_rank and self.bar.disable and (done % max(1, steps // 20) == 0 or done == steps):
+        is_due = done % max(1, steps // 20) == 0 or done == steps or time.monotonic() >= self.next_line
+        if self.is_first_rank and self.bar.disable and is_due:
+            self.next_line = time.monotonic() + LATER_S
             print(f"step {done}/{steps}: {progress}", file=sys.stderr, flush=True)
 
     def print_validation_loss(self, steps: int, loss: float | None) -> None:
@@ -123,6 +154,7 @@ class Log:
 
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
+        self.for_each_curve(lambda curve: curve.close())
         if self.is_first_rank and self.last_loss is not None:
             nothing_learned = self.said_empty and math.isnan(self.last_loss)
             loss = "no target" if nothing_learned else f"last loss {self.last_loss:.4f} nats per token"
@@ -238,6 +270,71 @@ def as_json(record: dict) -> str:
     return json.dumps(finite)
 
 
+# ---- TensorBoard and Weights & Biases -------------------------------------------------------------------------------
+
+def scalars(record: dict) -> dict[str, float]:
+    """The finite numbers of a record of metrics by name, except the step. {"comm_gb": {"dp": 1}} is comm_gb/dp."""
+    found = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{part}": number for part, number in value.items()}
+        else:
+            found[name] = value
+    return {name: number for name, number in found.items()
+            if name != "step" and number is not None and math.isfinite(number)}
+
+
+class TensorBoard:
+    """The metrics as scalars, in files of events in the folder of --tensorboard."""
+    name = "tensorboard"
+
+    def __init__(self, settings: config.Config):
+        from torch.utils.tensorboard import SummaryWriter
+        self.folder, self.open, self.writer = settings.run.tensorboard, SummaryWriter, None
+
+    def begin(self, step: int) -> None:
+        """Begin a file. TensorBoard then ignores what earlier files say of `step` and of later ones."""
+        self.close()
+        self.writer = self.open(self.folder, purge_step=step)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, step)
+        self.writer.flush()  # so that a run that fails has its last steps there, too
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()
+
+
+class Wandb:
+    """The metrics as a run of Weights & Biases. Its id is kept in the folder of checkpoints, so that a resumed run
+    continues it. wandb takes steps in order: of steps that are taken again, it keeps what came first."""
+    name = "wandb"
+
+    def __init__(self, settings: config.Config):
+        import wandb
+        asked = settings.run
+        self.file = os.path.join(asked.checkpoint_dir, "wandb-run") if asked.checkpoint_dir else ""
+        number = None
+        if asked.resume and self.file and os.path.isfile(self.file):
+            with open(self.file) as file:
+                number = file.read().strip()
+        self.run = wandb.init(project=asked.wandb, id=number, resume="allow", allow_val_change=True,
+                              config={name: settings.value(name) for name in config.FIELDS})
+
+    def begin(self, step: int) -> None:
+        if self.file:
+            with open(self.file, "w") as file:
+                file.write(self.run.id + "\n")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 # ---- profiles -------------------------------------------------------------------------------------------------------
 
 WAIT, ACTIVE = 3, 3  # steps that are not recorded, and steps that are
@@ -253,6 +350,7 @@ def profiling(folder: str, snapshot: str, rank: int, device: torch.device) -> It
     """
     cuda = device.type == "cuda"
     if snapshot:
+        os.makedirs(os.path.dirname(snapshot) or ".", exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     with start_profiler(folder, rank, cuda) if folder else nullcontext() as profiler:
         numbers = count(1)

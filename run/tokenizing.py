@@ -25,6 +25,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class Codec(NamedTuple):
     """Text to tokens and back: by a tokenizer of the tokenizers library, or as bytes if that is None."""
     separator: int | None  # the token that begins a document
     tokenizer: Any = None
+    path: str = ""  # of the tokenizer.json
 
     def encode(self, text: str) -> list[int]:
         content = text.encode(errors="surrogateescape")  # of a command line: its bytes, which may be no UTF-8
@@ -63,14 +65,37 @@ class Codec(NamedTuple):
             return self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
         return list(content)
 
-    def prompt(self, text: str) -> list[int]:
-        """The tokens of --sample-prompt, which begins a document. Raises ValueError if the tokenizer has none."""
+    def prompt(self, text: str, chat: bool = False) -> list[int]:
+        """The tokens of --sample-prompt, which begins a document. chat: it is a user's message, and the template asks
+        for the answer to it. Raises ValueError if the tokenizer has no tokens for it."""
+        messages = [dict(role="user", content=text)]
+        template = Template(self.path) if chat else None
         try:
-            tokens = [*([] if self.separator is None else [self.separator]), *self.encode(text)]
+            tokens = self.encode(template.render(messages, {}, add_generation_prompt=True) if template else text)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
+        is_begun = chat and tokens[:1] == [self.separator]  # by the template
+        if self.separator is not None and not is_begun:
+            tokens = [self.separator, *tokens]
         need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
         return tokens
+
+    def ends(self, chat: bool) -> list[list[int]]:
+        """The sequences of tokens at which a text is over, or, with `chat`, an answer."""
+        found = {self.separator} - {None}
+        if self.tokenizer:
+            with contextlib.suppress(ValueError):  # a tokenizer without a token between documents
+                found |= set(marks_of(self.tokenizer, self.path)) - {None}
+        sequences = [[token] for token in sorted(found)]
+        if chat:
+            text, is_end = Template(self.path).end_of_answer()
+            tokens = self.encode(text)
+            if not is_end:  # a model has learned the first token that says something, see `targets_of`
+                offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+                says = [place for place, (start, stop) in enumerate(offsets) if text[start:stop].strip()]
+                tokens = tokens[:says[0] + 1] if says else []
+            sequences.append(tokens)
+        return sequences
 
     def decode(self, tokens: list[int]) -> str:
         if self.tokenizer:
@@ -90,7 +115,7 @@ def codec_of(corpus: Any, folder: str) -> Codec | None:
         most = largest_id(tokenizer)
         need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab, or "
                                   "give --sample-prompt=, which needs no tokenizer")
-        return Codec(None if corpus.is_text else corpus.separator, tokenizer)
+        return Codec(None if corpus.is_text else corpus.separator, tokenizer, path)
     return Codec(BYTES_SEPARATOR) if corpus.is_text else None
 
 
@@ -130,7 +155,7 @@ class Marks(NamedTuple):
 
 def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     """name: of the token that begins a document; "": the one that is published."""
-    published = published_settings(path)
+    published = huggingface.special_tokens(path)
     begin = separator_of(tokenizer, path, name)
     ends = ENDS.get(tokenizer.id_to_token(begin), "")
     if not ends and not name and tokenizer.id_to_token(begin) == published.get("bos_token"):
@@ -142,22 +167,10 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     return Marks(begin, end, turn_end)
 
 
-def published_settings(path: str) -> dict[str, str]:
-    """bos_token and eos_token of the tokenizer_config.json beside a tokenizer.json, as far as there are any."""
-    file = Path(path).parent / "tokenizer_config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: content.get(name) for name in ("bos_token", "eos_token")}
-    except (OSError, ValueError, AttributeError):
-        return {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    return {name: token for name, token in texts.items() if isinstance(token, str)}
-
-
 def separator_of(tokenizer: Any, path: str, name: str) -> int:
     """The number of the token that begins a document: of this name; "": of the names that published tokenizers use, or
     of the one that is published as their beginning of a text."""
-    names = (name,) if name else (*SEPARATORS, published_settings(path).get("bos_token") or SEPARATORS[0])
+    names = (name,) if name else (*SEPARATORS, huggingface.special_tokens(path).get("bos_token") or SEPARATORS[0])
     found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
     need(found != [], f"{path}: has none of {', '.join(dict.fromkeys(names))}: name the token between documents with "
                       "--separator")
@@ -311,8 +324,8 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     """Write the tokens of files of text and records, with a separator before each document. Returns how many tokens and
     targets there are.
 
-    The tokenizer is copied beside the tokens. A mask is written if not all tokens are targets, and the starts of
-    documents if some have the separator inside. ignored: keys of records to leave out.
+    The tokenizer's files are copied beside the tokens. A mask is written if not all tokens are targets, and the starts
+    of documents if some have the separator inside. ignored: keys of records to leave out.
 
     Raises ValueError naming a file that is missing or cannot be read.
     """
@@ -345,7 +358,7 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
             need(writer.targets > 0, f"{' '.join(str(each.path) for each in found)}: no conversation has a message of "
                                      "the role assistant that is to be learned")
             writer.finish()
-            huggingface.copy_tokenizer(Path(tokenizer_path), target.parent)
+            copy_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
             described = target.with_suffix(".about")
             described.unlink(missing_ok=True)  # of a file that is replaced
             if templates or marks.end is not None:
@@ -361,6 +374,23 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     except OSError as error:
         raise ValueError(f"{error.filename or target}: {error.strerror}") from None
     return writer.count, writer.targets
+
+
+def copy_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> None:
+    """Copy a tokenizer.json, and what is published beside it, into a folder that may have it already.
+
+    If no file says which tokens begin and end a text, tokenizer_config.json then says that those of documents do:
+    transformers, which opens an export with these files, looks there.
+    """
+    if not (folder / "tokenizer.json").exists():
+        for file in huggingface.tokenizer_files(path.parent):
+            shutil.copyfile(file, folder / file.name)
+        shutil.copyfile(path, folder / "tokenizer.json")  # path may have another name
+    settings = folder / "tokenizer_config.json"
+    if not settings.exists():
+        end = marks.begin if marks.end is None else marks.end
+        names = dict(bos_token=tokenizer.id_to_token(marks.begin), eos_token=tokenizer.id_to_token(end))
+        settings.write_text(json.dumps(names, indent=2))
 
 
 def with_template(given: Iterable[Document], tokenizer_path: str,

@@ -43,6 +43,7 @@ from run.log import Log
 from run.meter import Meter
 from run.ranks import host_group
 from run.tokenizing import codec_of
+from test_huggingface import loaded
 
 ROOT = os.path.dirname(train.__file__)
 SMALL = f"{grids.TINY} --vocab 97 --global-batch 8 --warmup 2"
@@ -900,3 +901,31 @@ def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, 
                      for folder in (published, tuned))
     assert metrics(tmp_path / "metrics")[0]["loss"] == pytest.approx(before, rel=1e-5) and after < before - 1
     assert (tuned / "tokenizer.json").exists() and re.search("^ ?def", said, re.M)  # the sample
+
+
+def test_a_harness_that_evaluates_an_export_gets_the_log_likelihoods_of_our_model(published, tmp_path):
+    """With what lm-eval loads and asks for: after a context, or after the token that begins a text, a continuation.
+    The tokenizer came without the files in which transformers looks for that token. Generation ends with it."""
+    (tmp_path / "given").mkdir()
+    shutil.copy(published / "tokenizer.json", tmp_path / "given")
+    (tmp_path / "text").write_text(Path(data.__file__).read_text())
+    data.tokenize([str(tmp_path / "text")], str(tmp_path / "given/tokenizer.json"), str(tmp_path / "corpus/a.bin"))
+    run(f"{SMALL} --vocab 400 --data {tmp_path}/corpus/a.bin --steps 2 --checkpoint-dir {tmp_path}/run --export-hf "
+        f"{tmp_path}/hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours, codec = loaded(str(tmp_path / "hf")), codec_of(Corpus([f"{tmp_path}/corpus/a.bin"], 400), tmp_path / "corpus")
+    separator = Tokenizer.from_file(str(published / "tokenizer.json")).token_to_id("<|endoftext|>")
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == separator
+    assert theirs.config.bos_token_id == theirs.generation_config.eos_token_id == separator
+    for context, continuation in ("import torch", " as nothing"), ("def f(", "x): return"), ("", "class A: pass"):
+        begun = codec.encode(context) if context else [separator]
+        whole = codec.encode(context + continuation) if context else begun + codec.encode(continuation)
+        asked = tokenizer(context + continuation, add_special_tokens=False).input_ids
+        assert whole == ([] if context else [tokenizer.bos_token_id]) + asked
+        inputs, targets = torch.tensor([whole[:-1]]), torch.tensor(whole[1:])
+        with torch.no_grad():
+            want, got = (model_logits[0].log_softmax(-1)[range(len(targets)), targets][len(begun) - 1:]
+                         for model_logits in (ours(inputs), theirs(inputs).logits))
+        assert len(got) == len(whole) - len(begun) > 1
+        assert got.sum().item() == pytest.approx(want.sum().item(), rel=1e-5)

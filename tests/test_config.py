@@ -235,7 +235,7 @@ def test_help_names_the_setting_that_a_setting_needs():
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
             "seq_len", "global_batch", "mtp_weight", "eval_steps", "timeout", "head_dim", "v_head_dim", "expert_ffn",
-            "virtual_stages", "micro_batch", "lr"}
+            "virtual_stages", "micro_batch", "lr", "sample_tokens", "sample_top_p"}
 
 
 @pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.type in (int, float)

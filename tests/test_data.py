@@ -334,9 +334,30 @@ def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count,
     assert tokenizing.tokenize([str(tmp_path / "texts")], path, str(out)) == (3 * 130, 3 * 130)
     corpus = Corpus([str(out)], count)
     assert everything(corpus) == (wanted, list(range(0, 390, 3))) and corpus.arrays[0].dtype == dtype
-    assert sorted(file.name for file in out.parent.iterdir()) == ["tokenizer.json", "tokens.bin"]
+    beside = sorted(path.name for path in out.parent.iterdir())
+    assert beside == ["tokenizer.json", "tokenizer_config.json", "tokens.bin"]
+    assert json.loads((out.parent / "tokenizer_config.json").read_text()) == dict(bos_token="<s>", eos_token="<s>")
     codec = codec_of(corpus, str(out.parent))
     assert codec.separator == 0 and codec.encode("w9 w7") == [9, 7] and codec.decode([9, 7]) == "w9 w7"
+
+
+def test_what_is_published_beside_a_tokenizer_is_copied_with_it_and_else_says_how_documents_begin_and_end(tmp_path):
+    (tmp_path / "text").write_text("w2")
+    (tmp_path / "given").mkdir()
+    path = tokenizer_of(tmp_path / "given" / "of another name.json", "<s>", "</s>", "w2", "[CLS]")
+    published = {"tokenizer_config.json": '{"eos_token": "w2"}', "chat_template.jinja": "x", "README.md": "not read"}
+    for number, beside in enumerate(({}, published)):
+        for name, content in beside.items():
+            (tmp_path / "given" / name).write_text(content)
+        out = tmp_path / f"out-{number}"
+        tokenizing.tokenize([str(tmp_path / "text")], path, str(out / "tokens.bin"))
+        there = {file.name: file.read_text() for file in out.iterdir() if file.suffix not in (".bin", ".about")}
+        assert there.pop("tokenizer.json") == Path(path).read_text()
+        if beside:
+            assert there == {name: content for name, content in published.items() if name != "README.md"}
+        else:
+            assert list(there) == ["tokenizer_config.json"]
+            assert json.loads(there["tokenizer_config.json"]) == dict(bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("names, begin, end", [
@@ -392,7 +413,8 @@ def test_a_prompt_of_which_nothing_stays_is_refused(tmp_path):
         Codec(None, tokenizer).prompt("b")
 
 
-@pytest.mark.parametrize("name", ["checkpoint-dir", "metrics", "export-hf", "profile", "memory-snapshot"])
+@pytest.mark.parametrize("name", ["checkpoint-dir", "metrics", "export-hf", "tensorboard", "profile",
+                                  "memory-snapshot"])
 def test_what_a_run_writes_is_not_in_its_folder_of_text(tmp_path, name):
     """It would be text of the resumed run. Of folders with token files these alone are read, hidden files never."""
     (tmp_path / "a.txt").write_text("text" * 99)

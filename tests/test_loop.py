@@ -252,6 +252,24 @@ def test_flops_in_the_metrics_are_those_that_are_dispatched(recompute):
     assert record["tokens_per_s_per_gpu"] == 4 * 12 / 0.5 / 2
 
 
+@pytest.mark.parametrize("name, dtype, known", [
+    ("NVIDIA H200", "bf16", True), ("NVIDIA A10G", "bf16", False), ("NVIDIA A10G", "fp32", None)])
+def test_a_gpu_whose_peak_is_not_known_is_named_and_has_no_utilisation(monkeypatch, capsys, name, dtype, known):
+    """In fp32 no GPU has one: the table is of 16 bits."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    settings, groups, model, *_ = runs.first_step(f"{MODEL} --data {__file__} --vocab 257 --separator auto --dtype fp32"
+                                                  " --global-batch 4")
+    settings.precision.dtype = dtype
+    of_gpu = Log(settings, groups, torch.device("cuda"))
+    with patch.object(log, "count_parameters", lambda *given: costs.parameters(settings.model).total):
+        of_gpu.start(name, model, None)
+    record = of_gpu.metrics(job.Step(0, range(4), 0, [], sent=Counter()), skipped=0, loss=1.0, norm=1.0, seconds=0.5)
+    assert [record[each] is None for each in ("mfu", "mfu_causal", "hfu")] == 3 * [not known]
+    said = [line for line in capsys.readouterr().err.splitlines() if "mfu" in line]
+    assert said == ([f"train.py: {name}: its peak is not known here, so mfu, mfu_causal and hfu are null"]
+                    if known is False else [])
+
+
 # ---- every number in the metrics against one that is counted otherwise ----------------------------------------------
 
 METRICS = {  # busy_s: test_faults.py; noise: test_noise.py; of experts: test_rivals.py

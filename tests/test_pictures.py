@@ -66,6 +66,27 @@ def test_losses_of_runs_are_drawn_beside_each_other(tmp_path):
     assert "absolute difference to “a”" in text and ">b<" in text
 
 
+def drawn(figure) -> dict[str, list[tuple[float, float]]]:
+    """Name in the legend -> the points of the left axes."""
+    return {line.get_label(): list(zip(*line.get_data())) for line in figure.axes[0].lines}
+
+
+def test_losses_of_validation_are_drawn_beside_those_of_training(tmp_path):
+    """Of runs whose files have one name, and of steps that have no loss."""
+    paths = []
+    for folder, last in ("a", 3.0), ("b", 2.0):
+        (tmp_path / folder).mkdir()
+        paths.append(str(tmp_path / folder / "m.jsonl"))
+        Path(paths[-1]).write_text(f"""{{"step": 4, "loss": 5.0, "val_loss": 5.5}}
+            {{"step": 5, "loss": null, "val_loss": null}}\n{{"step": 6, "loss": {last}, "val_loss": {last + 1}}}\n""")
+    found = drawn(pictures.loss(pictures.read_all_losses(paths)))
+    assert found == {paths[0]: [(4, 5.0), (6, 3.0)], f"{paths[0]}, validation": [(4, 5.5), (6, 4.0)],
+                     paths[1]: [(4, 5.0), (6, 2.0)], f"{paths[1]}, validation": [(4, 5.5), (6, 3.0)]}
+    Path(paths[1]).rename(tmp_path / "c.jsonl")
+    assert list(drawn(pictures.loss(pictures.read_all_losses([paths[0], str(tmp_path / "c.jsonl")])))) == [
+        "m", "m, validation", "c", "c, validation"]
+
+
 @pytest.mark.parametrize("names, says", [
     (["rings"], "rings: unknown, use grid, timeline, "), (["grid", "all"], "all: unknown, use grid, "),
     (["loss"], "loss: unknown, use grid, "), (["grid", "--out", __file__], f"--out {__file__}: is a file, name a "),

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import grids
 import pytest
 from program import ROOT
+from tqdm import tqdm
 
 import muon
 import plan.__main__
@@ -877,6 +878,7 @@ def test_matmuls_reach_a_part_of_the_peak_and_faster_levels_are_nearer(machine):
     ("rtx-3090", 71, None, 24, 936, ("PCIe 4", 31)), ("rtx-4090", 165.2, 330.3, 24, 1008, ("PCIe 4", 31)),
     ("rtx-5090", 209.5, 419, 32, 1792, ("PCIe 5", 63)), ("l40s", 362, 733, 48, 864, ("PCIe 4", 31)),
     ("l4", 242 / 2, 485 / 2, 24, 300, ("PCIe 4", 31)), ("a10", 125, None, 24, 600, ("PCIe 4", 31)),
+    ("a100-pcie", 312, None, 80, 1935, ("PCIe 4", 31)), ("a100-pcie-40gb", 312, None, 40, 1555, ("PCIe 4", 31)),
     ("a100", 312, None, 80, 2039, ("NVLink", 600 / 2)), ("a100-40gb", 312, None, 40, 1555, ("NVLink", 600 / 2)),
     ("h100", 1979 / 2, 3958 / 2, 80, 3350, ("NVLink", 900 / 2)),
     ("h100-pcie", 1513 / 2, 3026 / 2, 80, 2000, ("PCIe 5", 63)),
@@ -982,6 +984,16 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     assert (settings.batch.micro_batch, settings.precision.recompute) == (2, "full")
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_shows_how_far_a_search_is(monkeypatch, capsys, rank):
+    """A bar for the grids that are tried, and one for the best of them, which are simulated."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(search, "tqdm", lambda *given, delay, **named: tqdm(*given, **named))  # at once
+    auto("--preset tiny --global-batch 4 --schedule 1f1b --recompute none", 2, MACHINES["h100"])
+    said = capsys.readouterr().err
+    assert ("searching: " in said, "simulating: " in said) == (rank == "0", rank == "0")
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit():
     host = search.this_machine(2, None, 8e9)  # 4 GB for each of 2 ranks
     batch = "--seq-len 512 --global-batch 16 --micro-batch 1 --schedule 1f1b --recompute full"
@@ -998,8 +1010,14 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit():
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("AMD Instinct MI300X", "mi300x"),
     ("NVIDIA GB200", "gb200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
+    ("NVIDIA A100 80GB PCIe", "a100-pcie"), ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"), ("NVIDIA B200", "b200"),
+    ("NVIDIA A10", "a10"), ("NVIDIA GeForce RTX 3090", "rtx-3090"), ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+    ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B300 SXM6 AC", "b300"),
+    ("AMD Instinct MI300X OAM", "mi300x"),
     *((name, None) for name in ("Quadro of some kind", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G",
-                                "NVIDIA L40", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"))])
+                                "NVIDIA L40", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+                                "NVIDIA GeForce RTX 5090 D", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "GRID A100-10C",
+                                "NVIDIA A10-4Q", "NVIDIA H100 80GB HBM2e", "NVIDIA A100-SXM-64GB", "NVIDIA H20"))])
 def test_a_gpu_is_known_by_its_name_or_said_to_be_unknown(device, known):
     assert machines.card_of(device) == (known or "")
     if known:

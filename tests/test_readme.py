@@ -86,7 +86,7 @@ def test_git_ignores_what_documented_commands_write(tmp_path):
     docs += [ast.get_docstring(ast.parse((ROOT / file).read_text())) for file in pages.files()]
     docs += [ast.get_docstring(ast.parse(path.read_text())) or "" for path in (ROOT / "bench").glob("*.py")]
     written = {path for text in docs for path in re.findall(
-        r"--(?:out|checkpoint-dir|metrics|profile|export-hf|memory-snapshot|svg) ([\w./-]+)", text)}
+        r"--(?:out|checkpoint-dir|metrics|tensorboard|profile|export-hf|memory-snapshot|svg) ([\w./-]+)", text)}
     written = {path for path in written if not path.startswith("/") and not path.isupper()} - {"docs/pictures"}
     written |= {str(Path(folder).relative_to(ROOT)) for folder in (pictures.FOLDER, puzzles.HOME)}
     assert written >= {"traces", "runs/a", "cluster.json", "pages", "pictures"}

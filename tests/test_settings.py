@@ -79,6 +79,8 @@ ELSEWHERE = {  # test -> its fields
     "test_checkpoint.py::test_a_downloaded_model_is_tuned_in_two_commands": "init_from export_hf",
     "test_train.py::test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end": "metrics",
     "test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process": "sample_prompt",
+    "test_generate.py::test_flags_become_settings_of_train":
+        "sample_chat sample_tokens sample_temperature sample_top_k sample_top_p sample_seed",
     "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not": "device",
     "test_faults.py::test_a_time_limit_ends_a_run_which_without_out_saves_nothing": "time_limit",
     "test_kernels.py::test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch": "kernels",
@@ -87,6 +89,7 @@ ELSEWHERE = {  # test -> its fields
     "test_faults.py::test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved": "check_replicas",
     "test_dryrun.py::test_the_command_prints_a_page": "dry_run",
     "test_plan.py::test_the_grid_that_is_chosen_is_the_best_one_that_was_found": "grid",
+    "test_curves.py::test_both_get_the_numbers_of_the_metrics_and_a_resumed_run_continues": "tensorboard wandb",
     "test_profiling.py::test_a_trace_names_phases_and_actions": "profile",
     "test_profiling.py::test_what_cannot_be_written_is_refused_before_the_run": "memory_snapshot",
     "test_settings.py::test_collectives_wait_as_long_as_the_timeout_says": "timeout"}

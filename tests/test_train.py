@@ -3,9 +3,11 @@ import contextlib
 import gc
 import math
 import os
+import shlex
 import signal
 import sys
 import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import grids
@@ -23,9 +25,10 @@ import train
 from core import config, rules
 from core.collectives import ALONE
 from core.groups import build_groups
+from learn import pictures
 from model import Llama
 from plan import costs, search
-from run import checkpoint, cli, device, dryrun, generate, job, log
+from run import checkpoint, cli, data, device, dryrun, generate, job, log
 from run.data import open_samples
 from run.tokenizing import Codec
 
@@ -47,13 +50,78 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     records, lines = metrics(file), (tmp_path / "stdout").read_text().splitlines()
     (saved,), steps = cli.checkpoints_in(tmp_path / "out"), len(records)
     for line, has in zip(lines, ("device", "grid", "512 tokens", "31,968 parameters", "data", f"trained {steps} steps",
-                                 f"continue with --checkpoint-dir {tmp_path}/out --resume auto"), strict=True):
+                                 f"ended after {steps} of 100000 steps, as asked (SIGTERM)",
+                                 f"python train.py --checkpoint-dir {tmp_path}/out --resume auto", "-m run.generate "
+                                 f"{tmp_path}/out --prompt"), strict=True):
         assert has in line
     assert cli.step_of(saved) == steps
     checkpoint.verify(saved)
     assert [record["step"] for record in records] == list(range(steps))
     assert records[0]["loss"] == pytest.approx(5.55, abs=0.05) and records[59]["loss"] < 4
     assert records[0]["mfu"] is None and records[0]["comm_gb"] == {}  # a CPU has no peak to be compared with
+
+
+@pytest.fixture
+def pasted(monkeypatch):
+    """What the commands of a line do, in this process, in the project's folder."""
+    def call(words: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", words[1:])
+        monkeypatch.setattr(os, "execv", lambda program, arguments: print(run(arguments[2:])))
+        programs = {"train.py": lambda words: print(run(words)), "run.generate": generate.main,
+                    "run.checkpoint": lambda words: checkpoint.main(), "learn.pictures": pictures.main}
+        programs[words[1] if words[0] == "-m" else words[0]](words[1 + (words[0] == "-m"):])
+
+    def paste(line: str) -> None:
+        for command in line.removeprefix("next").strip().split("; "):
+            program, *words = shlex.split(command)
+            if program == "cd":
+                assert words == [ROOT]
+                monkeypatch.chdir(ROOT)
+            else:
+                assert program == "python"
+                call(words)
+    return paste
+
+
+def test_what_a_run_says_to_do_next_can_be_pasted(pasted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path / "pictures")
+    said = run([*f"{SMALL} --data {ROOT}/pp.py --steps 2 --metrics m.jsonl".split(), "--checkpoint-dir", "my run",
+                "--sample-prompt", "it's"])
+    first, second = said.splitlines()[-2:]
+    assert first.startswith("next    ") and second.startswith("        ")
+    pasted(second)
+    printed, saved = capsys.readouterr().out, tmp_path / "my run"
+    assert "\nit's" in printed and f"\nexported {saved}/step-000002 to {saved}-hf\n" in printed
+    assert (tmp_path / "my run-hf" / "model.safetensors").exists() and (tmp_path / "pictures" / "loss.svg").exists()
+    pasted(first)
+    assert "trained 4 steps" in capsys.readouterr().out and len(metrics(tmp_path / "m.jsonl")) == 4
+
+
+def test_next_is_only_what_can_be_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.arange(400, dtype=np.uint16) % 256)
+    # Of a model that no class of transformers has:
+    flags = f"{SMALL} --warmup 0 --data {tokens} --steps 1 --qk-norm --qkv-bias"
+    assert run(flags).splitlines()[-1].startswith("next    nothing is saved: --checkpoint-dir FOLDER ")
+    *_, before, last = run(f"{flags} --checkpoint-dir {tmp_path}/out --allow-mismatch").splitlines()
+    assert last == f"next    python train.py --checkpoint-dir {tmp_path}/out --resume auto --steps 2 --allow-mismatch"
+    assert "run.generate" not in before
+    assert "next " not in run(f"--resume {tmp_path}/out")  # nothing was trained
+
+
+@pytest.mark.parametrize("here, start", [
+    (8, "torchrun --nproc_per_node=8 train.py"),
+    (4, "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=first:29500 train.py")])
+def test_a_run_of_several_ranks_is_continued_by_torchrun(monkeypatch, tmp_path, here, start):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    corpus, world = SimpleNamespace(is_text=True), SimpleNamespace(size=8)
+    settings = rules.parse(["--checkpoint-dir", str(tmp_path), "--steps", "5"])
+    line, _ = job.what_next(job.Run(settings, SimpleNamespace(corpus=corpus), None, None, "", job.RunState(step=3),
+                                    groups=dict(world=world)))
+    assert line.endswith(f"{start} --checkpoint-dir {tmp_path} --resume auto")
 
 
 def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tuple[list[dict], str]]:
@@ -68,7 +136,8 @@ def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tup
         for record, want in zip(other, records, strict=True):
             for what in {"loss", "grad_norm", "val_loss", "aux_loss", "load_max_over_mean"} & want.keys():
                 assert record[what] == pytest.approx(want[what], rel=1e-10), what
-        assert text.split("\nimport")[1] == printed.split("\nimport")[1]
+        sample, wanted = (said.split("\nimport")[1].split("\nnext ")[0] for said in (text, printed))
+        assert sample == wanted and len(sample) > 8
     return found
 
 
@@ -76,27 +145,29 @@ def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
     """Of ten validation samples every grid takes each once, whatever its micro-batches."""
     (tmp_path / "unseen.txt").write_text(UNSEEN)
     flags = (f"--data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 4 --lr 0.01 "
-             f"--global-batch 8 --mask-documents --eval-every 2 --eval-steps 2 --sample-prompt import")
+             f"--global-batch 8 --mask-documents --eval-every 2 --eval-steps 2 --sample-prompt import "
+             "--sample-top-k 60 --sample-top-p 0.9 --sample-temperature 1.5")
     grids = [(1, "--micro-batch 1"), (2, "--micro-batch 2"), (2, "--micro-batch 4 --zero 3"),
              (2, "--cp 2 --cp-style ring"), (4, "--micro-batch 2 --pp 2 --schedule zb-h1 --zero 3"),
              (2, "--micro-batch 4 --pp 2"), (4, "--cp 2 --tp 2 --zero 3"),
              (4, "--micro-batch 1 --zero 1 --dp-replicate 2")]
     found = outcomes(pool, tmp_path, grids, flags)
-    records, printed = found[0]
+    records, _ = found[0]
     assert ["val_loss" in record for record in records] == [False, True, False, True]
-    assert 4 < records[-1]["val_loss"] < 6 and len(printed.split("\nimport")[1]) > 8
+    assert 4 < records[-1]["val_loss"] < 6
     measured = ["noise_trace" in other[0] for other, _ in found]  # with two gradients, and no shared sequences
     assert measured == [False, True, True, False, True, False, False, True]
 
 
 def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
-    """Ten samples in batches of 8, the second of which is filled up; of 5 and of 2, which are whole."""
+    """Ten samples in batches of 8, the second of which is filled up; of 5 and of 2, which are whole. The folder of the
+    metrics is made."""
     (tmp_path / "unseen.txt").write_text(UNSEEN)
     found = []
     for size in 8, 5, 2:
         run(f"{SMALL} --data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 1 --warmup 0 "
-            f"--lr 1e-15 --global-batch {size} --sample-prompt= --metrics {tmp_path}/{size}")
-        found.append(metrics(tmp_path / str(size))[0]["val_loss"])
+            f"--lr 1e-15 --global-batch {size} --sample-prompt= --metrics {tmp_path}/new/{size}")
+        found.append(metrics(tmp_path / "new" / str(size))[0]["val_loss"])
     assert found == pytest.approx(3 * [found[-1]], rel=1e-10)
 
 
@@ -242,6 +313,55 @@ def test_progress_is_20_to_40_lines_of_which_the_last_step_is_one(capsys):
     assert lines == [f"step {done}" for done in (*range(2, 45, 2), 45)]
 
 
+def test_slow_steps_have_a_line_after_five_seconds_and_then_every_thirty(capsys, monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(log.time, "monotonic", lambda: clock)
+    progress = log.Log(rules.parse("--steps 1000 --dtype fp32".split()), grids.NO_GROUPS, torch.device("cpu"))
+    progress.begin(0)
+    for step in range(49):  # the 50th has a line because a twentieth of the steps is done
+        clock += 3.0
+        progress.write(dict(step=step, loss=0.5, tokens_per_s=1.0))
+    lines = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["step 2", "step 12", "step 22", "step 32", "step 42"]
+
+
+def slowly(function):
+    def slow(*arguments, **named):
+        time.sleep(0.15)
+        return function(*arguments, **named)
+    return slow
+
+
+def test_what_takes_long_says_what_it_is(tmp_path, monkeypatch, capsys):
+    """Here everything takes long, and long is a twentieth of a second."""
+    monkeypatch.setattr(cli, "SOON_S", 0.05)
+    for module, name in ((data, "find"), (data, "Corpus"), (job, "load_first"), (job, "find_whole"), (job, "mean_loss"),
+                         (checkpoint.Saver, "finish"), (checkpoint, "export"), (generate, "sample")):
+        monkeypatch.setattr(module, name, slowly(getattr(module, name)))
+    flags = f"{SMALL} --warmup 0 --data {ROOT}/pp.py --val-data {ROOT}/dp.py --global-batch 4 --eval-steps 1"
+    said = run(f"{flags} --steps 1 --checkpoint-dir {tmp_path}/out --export-hf {tmp_path}/hf --sample-prompt a")
+    said += run(f"{flags} --steps 2 --resume {tmp_path}/out") + run(f"{flags} --init-from {tmp_path}/hf --steps 0")
+    said += capsys.readouterr().err  # of what comes before the ranks have met
+    for doing in ("looking for files of data", "reading the data", "drawing the initial weights",
+                  f"reading the weights of {tmp_path}/hf", "comparing the checkpoint's files with their checksums",
+                  "evaluating after step 0", "waiting for the save before this one", "saving the checkpoint of step 1",
+                  f"exporting the model to {tmp_path}/hf", "sampling"):
+        assert f"train.py: {doing}: 0 s so far\n" in said, doing
+
+
+def test_only_the_first_rank_says_that_it_takes_long_and_nobody_afterwards(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "SOON_S", 0.02)
+    monkeypatch.setattr(cli, "LATER_S", 0.02)
+    for rank, lines in ("0", 2), ("1", 0):
+        monkeypatch.setenv("RANK", rank)
+        with cli.told_if_slow("waiting", "this"):
+            time.sleep(0.15)
+        said = capsys.readouterr().err
+        assert said.count("this: waiting: 0 s so far\n") >= lines and bool(said) == bool(lines)
+        time.sleep(0.1)
+        assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("noise, line", [
     ([(9e9, 1), (9e9, 1), (1e4, 1), (2e4, 2), (float("nan"), 1), (6e4, 3)], "of the last 3 steps: 15,000 tokens"),
     ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([(float("nan"), 1)], "")])
@@ -305,7 +425,7 @@ def test_the_second_line_says_which_part_a_rank_has(flags, has):
 
 def test_a_sample_begins_with_a_separator_and_rings_no_bell(monkeypatch, capsys):
     prompts, said = [], [256, *b"ab", 7, 8, *b"\n\tc\xff"]
-    monkeypatch.setattr(generate, "sample", lambda model, prompt, length: (
+    monkeypatch.setattr(generate, "sample", lambda model, prompt, *_: (
         prompts.append(prompt.tolist()), torch.tensor([said]))[1])
     settings = rules.parse("--sample-prompt ab".split())
     generate.continue_prompt(None, Codec(256), settings, grids.NO_GROUPS, torch.device("cpu"))
@@ -323,6 +443,8 @@ def test_sampling_is_a_run_of_no_steps(monkeypatch, tmp_path):
         assert file == os.path.join(ROOT, "train.py")  # from whatever folder it is started
         assert flags[:2] == [wanted, str(tmp_path)] and flags[flags.index("--steps") + 1] == "0"
         assert f"--sample-prompt={prompt}" in flags and "--prompt" not in flags
+        settings = config.read([word for word in flags if word != str(tmp_path)][1:])
+        assert not any(settings[name] for name in ("metrics", "tensorboard", "wandb", "checkpoint_dir"))
     assert called[0][-3:-1] == ["--tp", "2"]
     for wrong in (["--prompt", "a"], ["--tp", "--prompt", "a"], [str(tmp_path), "--tp", "2"],
                   [str(tmp_path), "--tp", "--prompt"], [str(tmp_path), "--prompt", ""]):

@@ -31,6 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from core.config import need
 from plan import step_time
 from plan.printing import table
@@ -174,7 +176,7 @@ def error_cells(found: list[float]) -> tuple[str, ...]:
 def print_check(folder: str | Path = FOLDER) -> None:
     """Errors of step times by kind of run and by source, of memory, of what fits; and why runs are refused."""
     left_out = read_left_out()
-    found = [predict(row, left_out) for row in rows(folder)]
+    found = [predict(row, left_out) for row in tqdm([*rows(folder)], desc="predicting", unit="run", delay=2)]
     ran = [one for one in found if one.row.step_s and one.step_s]
     print("Errors of step times. Fitted: with the constants of plan/step_time.py, which most of these runs helped to "
           "fit.\nHeld out: with constants fitted without the run's source, but for runs whose labels were read off "
