@@ -44,7 +44,8 @@ Costs: There are four all-to-alls: dispatch and combine in forward, and both in 
        gradients take 4 k bytes per copy each.
 
        Ranks exchange counts once per layer and micro-batch. The host waits for the device there, to
-       learn how many rows there are.
+       learn how many rows there are. One rank alone needs no counts: its experts get T k rows, and
+       grouped matmuls read on the device where each expert's rows end.
 Stops helping when: Experts get too few rows for a fast matmul, or one expert gets so many that all
        ranks wait for it.
 
@@ -56,6 +57,7 @@ Shazeer et al. 2017; Lepikhin et al. 2020 (GShard); Gale et al. 2022 (MegaBlocks
 dropped. Here no row is padded either, except in FP8); DeepSeek-AI 2025 (DeepEP: one copy per rank).
 """
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import lcm
@@ -81,7 +83,7 @@ from core.collectives import (
 from core.config import Model, need
 from core.gradients import accumulate_grad, accumulate_product
 from core.param import Spec, acc_dtype, parameter, shard_slice
-from operations import swiglu
+from operations import swiglu, try_kernel
 from recompute import Recompute, decide_once, is_recomputing
 
 # ---- the plain version: a mixture of experts on one rank ------------------------------------------------------------
@@ -214,8 +216,11 @@ class Copies(NamedTuple):
 
     def unpermute(self, x: Tensor) -> Tensor:
         """Sum the copies of each item: [C, D] -> [N, D], in a fixed order, accumulated in at least fp32."""
-        # An embedding bag is a sum of rows of a table. Here x is the table, and each item is a bag of copies.
-        return torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
+        y = try_kernel(x, lambda kernels: kernels.sum_rows(x, self.by_token, self.starts))
+        if y is None:
+            # An embedding bag is a sum of rows of a table. Here x is the table, and each item is a bag of copies.
+            y = torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
+        return y
 
 
 def sort_copies(table: Tensor, destinations: int, C: int) -> Copies:
@@ -234,7 +239,8 @@ def sort_copies(table: Tensor, destinations: int, C: int) -> Copies:
     return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
 
 
-class Route(NamedTuple):
+@dataclass
+class Route:
     """Where a rank's tokens go: `make_route` decides it once per layer and micro-batch.
 
     Forward, backward and recomputation use the same route.
@@ -245,14 +251,27 @@ class Route(NamedTuple):
     to_experts: Copies  # R rows: copies of the M tokens that this rank receives, by the expert that gets them
     sent: list[int]  # how many copies go to each rank in dispatch, and come back from it in combine
     received: list[int]  # how many copies come from each rank in dispatch, and go back to it in combine
-    rows_per_expert: list[int]  # of this rank's experts
     ends: Tensor  # [e], int32, on the device: where the rows of each expert end, the offs of F.grouped_mm
+    counted: list[int] | None  # rows of each of this rank's experts, if the host knows them
+
+    @property
+    def rows_per_expert(self) -> list[int]:
+        """How many rows each of this rank's experts has. If there is one rank, the first call makes the host wait for
+        the device, so what can read `ends` there should."""
+        if self.counted is None:
+            load, (T, k) = self.ends.diff(prepend=self.ends.new_zeros(1)), self.chosen.shape
+            counts = torch.cat((load.new_tensor([T]), load))[None]
+            *_, self.counted = exchange_counts(counts, T, k, self.group)
+        return self.counted
 
     def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
         return Dispatch(tokens, gates, self)
 
     def combine(self, rows: Tensor) -> Tensor:
         return Combine.apply(rows, self)
+
+
+COUNTED_WRONG = "a choice of an expert was not counted, or counted twice"
 
 
 def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
@@ -268,6 +287,10 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
     """
     T, k = chosen.shape
     n, e = group.size, len(load) // group.size  # expert i is on rank i // e
+    if n == 1:  # nothing is sent, so steps 1 to 4 are left out, and the host need not wait for counts
+        ends = load.cumsum(0, dtype=torch.int32)
+        torch._assert_async(ends[-1] == T * k, COUNTED_WRONG)
+        return Route(group, chosen, None, sort_copies(chosen, e, T * k), [T], [T], ends, None)
 
     # 1. Count. A token that chose several experts of a rank is one copy and several rows there.
     is_sent = chosen.new_zeros(T, n, dtype=torch.bool).scatter_(1, chosen // e, True)
@@ -276,22 +299,19 @@ def make_route(chosen: Tensor, load: Tensor, group: Group) -> Route:
     # 2. Exchange counts. Now each rank knows the sizes of all that it sends and receives.
     sent, received, rows_per_expert = exchange_counts(counts, T, k, group)
 
-    if n == 1:
-        to_ranks, experts = None, chosen
-    else:
-        # 3. Sort by rank.
-        ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; there is no rank n
-        to_ranks = sort_copies(ranks, n, sum(sent))
+    # 3. Sort by rank.
+    ranks = torch.arange(n, device=chosen.device).where(is_sent, n)  # [T, n]; there is no rank n
+    to_ranks = sort_copies(ranks, n, sum(sent))
 
-        # 4. Exchange choices. Step 5 needs the experts of each copy; dispatch sends the copies.
-        experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits=received, input_splits=sent,
-                                group=group)  # [M, k]
+    # 4. Exchange choices. Step 5 needs the experts of each copy; dispatch sends the copies.
+    experts = exchange_rows(to_ranks.permute(chosen).int(), output_splits=received, input_splits=sent,
+                            group=group)  # [M, k]
 
     # 5. Sort by expert. After the subtraction, this rank's experts have the indices 0 to e - 1. The
     #    experts of other ranks have indices outside of that range, which ask for no row.
     to_experts = sort_copies(experts - e * group.rank, e, sum(rows_per_expert))
     ends = to_device(torch.tensor([*accumulate(rows_per_expert)], dtype=torch.int32), chosen.device)
-    return Route(group, chosen, to_ranks, to_experts, sent, received, rows_per_expert, ends)
+    return Route(group, chosen, to_ranks, to_experts, sent, received, ends, rows_per_expert)
 
 
 def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[int], list[int], list[int]]:
@@ -309,7 +329,7 @@ def exchange_counts(counts: Tensor, T: int, k: int, group: Group) -> tuple[list[
     counts_sent, counts_received = torch.stack((counts, from_ranks)).mT.tolist()
     sent, *rows_sent = counts_sent
     received, *rows_received = counts_received
-    assert sum(map(sum, rows_sent)) == T * k, "a choice of an expert was not counted, or counted twice"
+    assert sum(map(sum, rows_sent)) == T * k, COUNTED_WRONG
     return sent, received, [sum(of_expert) for of_expert in rows_received]
 
 
@@ -498,6 +518,12 @@ class GroupedMatmul:
 
     def wgrad(self, out: Tensor, dy: Any, x: Tensor, route: Route) -> None:
         """out [e, out, in] += dY^T X of each expert's rows."""
+        def by_kernel(kernels) -> bool:
+            kernels.add_expert_gradients(out, dy, x, route.ends)
+            return True
+
+        if dy.itemsize == 2 and try_kernel(dy, by_kernel):  # one launch for all experts
+            return
         # A matmul per expert, because F.grouped_mm cannot add to fp32.
         for matrix, rows_dy, rows in zip(out, dy.split(route.rows_per_expert), x.split(route.rows_per_expert)):
             accumulate_product(matrix, rows_dy.t(), rows)

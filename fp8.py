@@ -208,8 +208,8 @@ class Layouts(NamedTuple):
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, rowwise: bool = True,
              columnwise: bool = True, tiles: bool = False) -> Layouts:
-    """Make the copies of x [T, C] that are asked for. On a GPU one kernel makes both (fp8_kernels.py). A copy is padded
-    with zeros along its last dimension:
+    """Make the copies of x [T, C] that are asked for. On a GPU one kernel makes both (fp8_kernels.py). With a given
+    scale, or with tiles, x may also be e matrices, [e, T, C]. A copy is padded with zeros along its last dimension:
 
         scale   tiles   scales                                   rowwise [T, C]           columnwise [C, T]
         given   False   the given one                            not padded               T to a multiple of 16
@@ -228,7 +228,11 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None, rowwise
     if scale is None and not tiles:  # the copies have different scales: to make one from the other would round twice
         return Layouts(quantise_blocks(x, dtype) if rowwise else None,
                        quantise_blocks(x.t(), dtype) if columnwise else None)
-    q = quantise_blocks(x, dtype, BLOCK) if tiles else quantise_at_scale(x, scale, dtype)
+    rows = x.flatten(0, -2)
+    data, scales = quantise_blocks(rows, dtype, BLOCK) if tiles else quantise_at_scale(rows, scale, dtype)
+    if x.ndim == 3:
+        data, scales = data.view(x.shape), scales.unflatten(0, (len(x), -1)) if tiles else scales
+    q = Quantised(data, scales)
     return Layouts(q if rowwise else None, q.transpose() if columnwise else None)
 
 
@@ -385,12 +389,7 @@ class Quantiser:
             return self.cache[weights][1]
         w = stacked_weight(weights)
         scale = self.agreed_scale(w, E4M3, self.weight_amax_groups)
-        copies = quantise(w.flatten(0, -2), E4M3, scale, columnwise=w.ndim == 2,
-                          tiles=self.recipe.blocks)
-        if w.ndim == 3:  # all experts' rows were quantised at once, but each expert's matrix is transposed
-            data, scales = copies.rowwise
-            experts = Quantised(data.view(w.shape), scales.unflatten(0, (len(w), -1)) if scales.ndim else scales)
-            copies = Layouts(experts, experts.transpose())
+        copies = quantise(w, E4M3, scale, tiles=self.recipe.blocks)
         copies = Layouts(*map(pad_tile_scales, copies))
         if self.cached:
             self.cache[weights] = state, copies

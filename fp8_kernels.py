@@ -56,16 +56,16 @@ def scale_of(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
 @triton.jit
 def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T, K, T_padded, LIMIT: tl.constexpr,
                     SMALLEST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr):
-    """Quantise the program's tile, BLOCK rows x WIDTH columns.
+    """Quantise the program's tile, BLOCK rows x WIDTH columns, of one of e matrices, [e, T, K].
 
     rowwise, columnwise: the copies to write, or None.
     scale: the given scale, or None. Then each tile has a scale if TILES, and otherwise each block: a row of the tile in
         the rowwise copy, and a column of the tile in the columnwise copy.
     """
     # Read the tile, once.
-    i, j = tl.program_id(1), tl.program_id(0)
+    i, j, matrix = tl.program_id(1), tl.program_id(0), tl.program_id(2).to(tl.int64)
     t, k = i * BLOCK + tl.arange(0, BLOCK), j * WIDTH + tl.arange(0, WIDTH)
-    offsets = t.to(tl.int64)[:, None] * K + k[None, :]
+    offsets = (matrix * T + t)[:, None] * K + k[None, :]
     inside = (t < T)[:, None] & (k < K)[None, :]
     tile = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     # A scale that both copies share.
@@ -73,7 +73,7 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
         tile = tile * tl.div_rn(1.0, tl.load(scale))
     if TILES:
         by_tile = scale_of(tl.max(tl.max(tl.abs(tile), 1), 0), LIMIT, SMALLEST)
-        tl.store(row_scales + j * tl.num_programs(1) + i, by_tile)
+        tl.store(row_scales + (j * tl.num_programs(2) + matrix) * tl.num_programs(1) + i, by_tile)
         tile = tile * tl.div_rn(1.0, by_tile)
     # The rowwise copy.
     if rowwise is not None:
@@ -91,7 +91,7 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
             tl.store(column_scales + i.to(tl.int64) * K + k, by_column, mask=k < K)
             scaled = tile * tl.div_rn(1.0, by_column)[None, :]
         data = tl.trans(to_fp8(scaled, LIMIT, columnwise.dtype.element_ty))
-        tl.store(columnwise + k.to(tl.int64)[:, None] * T_padded + t[None, :], data,
+        tl.store(columnwise + (matrix * K + k)[:, None] * T_padded + t[None, :], data,
                  mask=(k < K)[:, None] & (t < T_padded)[None, :])
 
 
@@ -99,37 +99,44 @@ def quantise_kernel(x, scale, rowwise, row_scales, columnwise, column_scales, T,
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | None, smallest: float,
              rowwise: bool = True, columnwise: bool = True, tiles: bool = False) -> tuple[Matrix | None, Matrix | None]:
-    """Return the copies of x [T, K] that are asked for, each with its scales, as fp8.quantise does.
+    """Return the copies of x [T, K], or of e matrices [e, T, K], that are asked for, each with its scales, as
+    fp8.quantise does.
 
         scale   tiles   rowwise [T, K] has scales   columnwise [K, T_padded] has scales   T_padded: a multiple of
         given   False   scale, a scalar             scale                                 16
         None    False   [T, K/128]                  [K, T_padded/128]                     128
         None    True    [T/128, K/128]              [K/128, T/128]                        128
 
+    Data and scales of e matrices have a first dimension of e, except a given scale.
     smallest: fp8.SMALLEST.
 
     Raises ValueError if x does not consist of whole blocks: without a given scale K must be a multiple of 128, and with
-    tiles T, too. fp8.py pads K in plain torch, and this kernel does not.
+    tiles T, too. fp8.py pads K in plain torch, and this kernel does not. Blocks of 1 x 128 are for one matrix only.
     """
-    (T, K), x = x.shape, x.contiguous()
+    (*matrices, T, K), x = x.shape, x.contiguous()
     if scale is None and (K % BLOCK or tiles and T % BLOCK):
         raise ValueError(f"{T} x {K} does not consist of blocks of {'128' if tiles else '1'} x 128")
+    assert not matrices or tiles or scale is not None, "blocks of 1 x 128 are for one matrix"
+    e = matrices[0] if matrices else 1
     # Columns and warps of a program. With these a thread needs at most 128 registers, so two programs of 8 warps fit on
     # an SM. With one scale, 128 columns and 8 warps took 247 registers per thread on Triton 3.6.
     width, num_warps = (BLOCK, 16 if tiles else 8) if scale is None else (64, 8)
     across, down, T_padded = triton.cdiv(K, width), triton.cdiv(T, BLOCK), T + -T % (BLOCK if scale is None else 16)
-    row_data = x.new_empty(T, K, dtype=dtype) if rowwise else None
-    column_data = x.new_empty(K, T_padded, dtype=dtype) if columnwise else None
+    row_data = x.new_empty(*matrices, T, K, dtype=dtype) if rowwise else None
+    column_data = x.new_empty(*matrices, K, T_padded, dtype=dtype) if columnwise else None
     # Scales are allocated transposed, so the results are column-major: scales of consecutive rows are adjacent, as
     # cuBLAS reads blocks and as programs write them. With tiles the columnwise scales are the rowwise ones, transposed.
-    row_scales = x.new_empty(across, down if tiles else T, dtype=torch.float32) if scale is None else scale
+    row_scales = x.new_empty(across, e * (down if tiles else T), dtype=torch.float32) if scale is None else scale
     column_scales = x.new_empty(down, K, dtype=torch.float32) if scale is None and not tiles else row_scales
     if T:
-        launch(quantise_kernel, (across, down), x, scale, row_data, row_scales, column_data, column_scales, T, K,
+        launch(quantise_kernel, (across, down, e), x, scale, row_data, row_scales, column_data, column_scales, T, K,
                T_padded, LIMIT=torch.finfo(dtype).max, SMALLEST=smallest, BLOCK=BLOCK, WIDTH=width,
                TILES=tiles, num_warps=num_warps)
     if scale is None:
-        row_scales, column_scales = row_scales.t(), column_scales if tiles else column_scales.t()
+        row_scales = row_scales.t()
+        if matrices:
+            row_scales = row_scales.unflatten(0, (e, down))
+        column_scales = row_scales.mT if tiles else column_scales.t()
     return (row_data, row_scales) if rowwise else None, (column_data, column_scales) if columnwise else None
 
 

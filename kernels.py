@@ -1,4 +1,4 @@
-"""Fused Triton kernels: RMSNorm, rotary embedding, SwiGLU, cross-entropy with the head's matmul.
+"""Fused Triton kernels: RMSNorm, rotary embedding, SwiGLU, cross-entropy with the head's matmul, and two for experts.
 
     plain torch    x ──► square ──► mean ──► rsqrt ──► multiply ──► multiply ──► y     every arrow: a tensor in memory
     fused          x ──►[square     mean     rsqrt     multiply     multiply]──► y     two arrows; the rest: registers
@@ -15,6 +15,7 @@ and keeps intermediate results in registers. Bytes moved, with e bytes per eleme
     SwiGLU           3 T F e      5 T F e    saves gate and up
     cross-entropy    3 T V e      none       matmuls not counted. Logits exist in chunks, and their gradient
                                              overwrites them
+    sum of copies    (C + T) H e             of T tokens that have C copies. The derivative is a gather
 
 Each section has a formula, a reference in plain torch, the kernel, and its launcher. References are for tests
 and benchmarks, which compare backward with autograd's derivative of the reference; cross-entropy's reference also
@@ -36,11 +37,12 @@ How to read a kernel (learn/triton_primer.py teaches it, one idea at a time):
 
 Sources: operations.py; Milakov & Gimelshein 2018 (softmax); Hsu et al. 2024 (Liger); Wijmans et al. 2024 (no logits).
 Shapes: B batch, S sequence, T = B S tokens, H hidden, F ffn, V vocabulary, V/t a tensor parallel rank's, D head width.
+        Of experts: E on this rank, C copies of tokens, R rows of all experts.
 """
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -149,7 +151,15 @@ def row_options(H: int) -> dict:
 #     dx = rstd (g - x_hat mean(g x_hat)) + dtotal         the bracket has no component along x_hat
 #     dweight = sum over rows of dy x_hat
 
-PROGRAMS = 264  # they share the rows: two programs per SM of an H100 or H200
+PROGRAMS_PER_SM = 2
+
+
+@cache
+def count_programs(device: torch.device) -> int:
+    """Return how many programs share the rows. The interpreter runs as many as on a GPU with one SM."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return PROGRAMS_PER_SM * sms
+
 
 
 @triton.jit
@@ -184,8 +194,9 @@ def rms_norm_backward(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tens
     """
     x, dy, dtotal = x.contiguous(), dy.contiguous(), None if dtotal is None else dtotal.contiguous()
     H, T = len(weight), x.numel() // len(weight)
-    dx, dweights = torch.empty_like(x), x.new_empty(min(T, PROGRAMS), H, dtype=torch.float32)  # a row per program
-    launch(rms_norm_backward_kernel, (len(dweights),), dy, dtotal, x, weight, dx, dweights, eps, T, H, **row_options(H))
+    programs = min(T, count_programs(x.device))
+    dx, dweights = torch.empty_like(x), x.new_empty(programs, H, dtype=torch.float32)
+    launch(rms_norm_backward_kernel, (programs,), dy, dtotal, x, weight, dx, dweights, eps, T, H, **row_options(H))
     return dx, dweights.sum(0)
 
 
@@ -464,6 +475,101 @@ def cross_entropy_(logits: Tensor, labels: Tensor, lse: Tensor, label_logit: Ten
                block, statistics, gradient, num_warps=max(1, block // 512))
     except KernelError:
         cross_entropy_reference_(logits, labels, lse, label_logit, loss_grad, first, z_loss, statistics, gradient)
+
+
+# ---- copies of tokens for experts: summing them ---------------------------------------------------------------------
+# ep.py copies tokens to experts, and sums the copies of a token:
+#
+#     y_i = sum over the copies c of item i of x_c        order[starts[i]:starts[i + 1]] are its copies
+#
+# Each copy is read once, and each sum is written once. torch.embedding_bag computes the same, but its threads load one
+# element at a time, and these load 16 bytes.
+
+def sum_rows_reference(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """Return the sum of each item's rows, [N, D]: see sum_rows."""
+    counts = torch.diff(starts, append=starts.new_full((1,), len(order)))
+    items = torch.arange(len(starts), device=x.device).repeat_interleave(counts)
+    return x.new_zeros(len(starts), x.shape[1]).index_add(0, items, x[order])
+
+
+@triton.jit
+def sum_rows_kernel(x, order, starts, y, N, C, D, BLOCK: tl.constexpr):
+    """Each program sums BLOCK columns of the rows of one item, in their order."""
+    i, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, total = column < D, tl.zeros([BLOCK], tl.float32)
+    for place in range(tl.load(starts + i), tl.load(starts + i + 1, i + 1 < N, other=C)):
+        total += tl.load(x + tl.load(order + place) * D + column, inside, other=0.0).to(tl.float32)
+    tl.store(y + i * D + column, total.to(y.dtype.element_ty), inside)
+
+
+def sum_rows(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """Return the sum of each item's rows, [N, D], added up in fp32 in their order. An item may have no row.
+
+    x: [C, D]. order: [C], int64, the rows of item 0, then those of item 1 and so on. starts: [N], int64, where each
+    item begins in `order`.
+    """
+    (C, D), N, x = x.shape, len(starts), x.contiguous()
+    assert len(order) == C and order.dtype == starts.dtype == torch.int64, f"order {order.shape} of {C} rows"
+    y, block = x.new_empty(N, D), min(1024, triton.next_power_of_2(max(D, 1)))
+    if y.numel():
+        launch(sum_rows_kernel, (N, triton.cdiv(D, block)), x, order, starts, y, N, C, D, block,
+               num_warps=max(1, block // 256))  # 16 bytes per thread in 16 bits
+    return y
+
+
+# ---- weight gradients of experts ------------------------------------------------------------------------------------
+# Rows are sorted by expert, and ends[i] is where those of expert i end:
+#
+#     dW_i += dy_i^T x_i            dy_i [rows, N], x_i [rows, K]: the rows of expert i
+#
+# One launch computes all experts. It reads `ends` on the device, so the host need not know how many rows each has.
+# F.grouped_mm would round the products to 16 bits before they are added to fp32.
+
+def add_expert_gradients_reference(dw: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+    """Add each expert's dy^T x [N, K] to dw [E, N, K], in place."""
+    start = 0
+    for matrix, end in zip(dw, ends.tolist()):
+        accumulate_product(matrix, dy[start:end].t(), x[start:end])
+        start = end
+
+
+@triton.jit
+def expert_gradients_kernel(dy, x, ends, dw, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program computes a tile of one expert's matrix, BLOCK x BLOCK, and reads ROWS of its rows at a time."""
+    expert, n = tl.program_id(2), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first_k = tl.program_id(0) * BLOCK
+    k = first_k + tl.arange(0, BLOCK)
+    start, stop = tl.load(ends + expert - 1, expert > 0, other=0), tl.load(ends + expert)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for first in range(start, stop, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at, inside = row.to(tl.int64)[:, None], (row < stop)[:, None]
+        dy_rows = tl.load(dy + at * N + n[None, :], inside & (n < N)[None, :], other=0.0)
+        x_rows = tl.load(x + at * K + k[None, :], inside & (k < K)[None, :], other=0.0)
+        total = tl.dot(tl.trans(dy_rows), x_rows, total, input_precision="ieee")
+    if stop > start:
+        # Half of the tile's columns at a time. With all at once a thread needed 186 registers, not 100, and only one
+        # program would fit on an SM.
+        halves = tl.split(tl.permute(tl.reshape(total, (BLOCK, 2, BLOCK // 2)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            column = first_k + half * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            tile = dw + expert.to(tl.int64) * N * K + n[:, None] * K + column[None, :]
+            exists = (n < N)[:, None] & (column < K)[None, :]
+            tl.store(tile, (tl.load(tile, exists).to(tl.float32) + halves[half]).to(dw.dtype.element_ty), exists)
+
+
+def add_expert_gradients(dw: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+    """Add each expert's dy^T x [N, K] to dw [E, N, K], in place. The sums over rows are in fp32.
+
+    dy: [R, N], x: [R, K], in 16 bits or fp32, with rows sorted by expert. ends: [E], int32, where each expert's end.
+    """
+    (E, N, K), dy, x = dw.shape, dy.contiguous(), x.contiguous()
+    assert dw.is_contiguous() and (dy.shape, x.shape) == ((len(dy), N), (len(dy), K)), f"dw {dw.shape}, dy {dy.shape}"
+    assert len(ends) == E and ends.dtype == torch.int32, f"{len(ends)} ends of {E} experts"
+    assert N * K < 2**31, f"a matrix of {N} x {K}"  # offsets in one matrix are 32 bits
+    block = 128 if dy.itemsize == 2 else 32
+    launch(expert_gradients_kernel, (triton.cdiv(K, block), triton.cdiv(N, block), E), dy, x, ends, dw, N, K,
+           ROWS=block // 2, BLOCK=block, num_warps=8, num_stages=3)
 
 
 # ---- demo: python kernels.py ----------------------------------------------------------------------------------------

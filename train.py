@@ -15,6 +15,9 @@
     pipeline     layers                                   own_stages, build_pipeline              pp.py, schedules.py
     expert       experts of each layer, as --ep says      build_model, update_balance             ep.py
 
+--sites 2 makes two such grids, which train by themselves and exchange what they have learned now and then: build_outer,
+diloco.py.
+
 Expert parallelism adds no ranks. With --ep 4 the ranks 0 to 3, which have the same layers, have a quarter of the
 experts each, and so do the ranks 4 to 7. Tensor parallel ranks have consecutive numbers. A tensor parallel group is
 therefore on one node, if --tp divides the number of ranks on a node.
@@ -45,9 +48,10 @@ import torch
 import operations
 from core import config
 from core.collectives import MAX, Group, Groups, all_reduce
-from core.groups import build_groups, peers_of
+from core.groups import build_groups, peers_of, within_site
 from core.param import DTYPES, acc_dtype
 from cp import shard_sequences
+from diloco import Outer
 from ep import Balance, GroupedExperts, update_biases
 from fp8 import Fp8, Fp8Experts
 from model import Execution, Llama, Stages
@@ -82,6 +86,7 @@ def train(run: job.Run) -> None:
     pipeline = build_pipeline(settings, groups, run.device)
     run.begin(groups, model, pipeline)  # prints the plan; refuses what does not fit, before weights are allocated
     optimizer = build_optimizer(settings, model, groups)
+    outer = build_outer(settings, optimizer, groups)  # None with one site
     run.load(optimizer)  # fills in weights: initial, published, or a checkpoint's, with the optimizer's state
 
     # `run` reads a global batch for each step, and calls local_micro_batches to get this rank's part of it. Between
@@ -95,12 +100,16 @@ def train(run: job.Run) -> None:
             # the same all-reduce as the norm.
             to_sum = run.to_sum()
             norm = optimizer.step(lr, to_sum=to_sum)
+        if outer:
+            with profile_range("exchange between sites"):
+                outer.step(step.number + 1)
         results = {"loss": losses[0]}
         if settings.model.mtp:
             results["mtp_loss"] = losses[1]
         results |= {"norm": norm, "to_sum": to_sum}
-        # step.samples is the whole global batch, not this rank's part: update_balance divides by its size.
-        results |= update_balance(model, groups, norm.isfinite(), sequences=len(step.samples))
+        # step.samples is the whole global batch, not this rank's part: update_balance divides by a site's share of it.
+        sequences = len(step.samples) // settings.grid.sites
+        results |= update_balance(model, groups, norm.isfinite(), sequences)
         run.end_step(lr, results)
 
 
@@ -144,7 +153,7 @@ def own_stages(settings: config.Config, group: Group) -> Stages:
     A batch ramp changes the number of micro-batches. The largest number decides how many activations are in flight.
     """
     grid, batch = settings.grid, settings.batch
-    max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.dp
+    max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.batch_shares
     largest_plan = plan_of(grid, max_micro_batches)
     # In every schedule that runs, a stage has the same rank for all micro-batches: look at micro-batch 0.
     owners = [largest_plan.owner[stage, 0] for stage in range(largest_plan.stages)]
@@ -184,6 +193,7 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     # acc_dtype: the dtype in which values of a dtype are accumulated, at least fp32.
     moments = torch.bfloat16 if precision.moments_dtype == "bf16" else acc_dtype(model.execution.dtype)
+    groups = within_site(groups)  # so the gradient's norm is that of a site
     return Optimizer(model.units(), groups, bucket_mb=grid.bucket_mb, level=grid.zero, rule=optim.optimizer,
                      betas=optim.betas, weight_decay=optim.weight_decay, clip=optim.grad_clip, moments_dtype=moments,
                      reduce_dtype=torch.bfloat16 if precision.reduce_dtype == "bf16" else None,
@@ -193,6 +203,16 @@ def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Op
                      head=model.head,
                      # The ranks that share Muon's work, and where each is in the grid:
                      peers=peers_of(grid, settings.model) if optim.optimizer == "muon" else ())
+
+
+def build_outer(settings: config.Config, optimizer: Optimizer, groups: Groups) -> Outer | None:
+    """Build the outer optimizer, which exchanges the changes of weights between sites (diloco.py)."""
+    optim = settings.optim
+    if settings.grid.sites == 1:
+        return None
+    return Outer(optimizer.buckets, groups["sites"], every=optim.sync_every, lr=optim.outer_lr,
+                 momentum=optim.outer_momentum, fragments=optim.sync_fragments, overlap=optim.sync_overlap,
+                 dtype=settings.precision.sync_dtype)
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -207,6 +227,8 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     """
     grid, cp = settings.grid, groups["cp"]
     dp_rank = groups["data"].rank // cp.size  # "data" is --dp x --cp; context parallel ranks read the same sequences
+    sequences //= grid.sites  # a site reads neighbouring samples, whatever its grid is
+    first += groups["sites"].rank * sequences
     # c               the number of context parallel ranks
     # i               this rank's place among them
     # tp              the number of tensor parallel ranks that split a shard's tokens again

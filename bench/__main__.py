@@ -538,7 +538,9 @@ def check(parts: list[str], flags: list[str], ranks: int) -> None:
              f"{part} needs several ranks: run under torchrun --nproc_per_node=4 -m bench {part}")
         need(ranks == 1 or part not in ONE_PROCESS,
              f"{part} is for one process, not {ranks} ranks: run python -m bench {part}")
-    need("gpu" not in parts or torch.cuda.is_available(), "gpu needs a GPU, and there is none here")
+    if "gpu" in parts:
+        importlib.import_module("bench.gpu").parse(flags)  # a wrong flag is refused on every machine
+        need(torch.cuda.is_available(), "gpu needs a GPU, and there is none here")
 
 
 def explain(part: str) -> None:

@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import triton
 from torch import Tensor
 
+import ep
 import flash
 import fp8
 import fp8_kernels
@@ -66,7 +68,18 @@ def cases(model: config.Model, T: int = TOKENS) -> dict[str, tuple[Callable, Cal
         for name, options in {"one scale": dict(scale=torch.tensor(0.01, device=DEVICE)), "1 x 128 blocks": {},
                               "128 x 128 tiles": dict(tiles=True)}.items():
             same[f"FP8, {name}"] = partial(quantised, **options), [(128, H + -H % 128)]
+    copies = ep.sort_copies(torch.arange(2 * T, device=DEVICE).view(T, 2) % 3, 3, 2 * T)
+    route = SimpleNamespace(to_experts=copies, to_ranks=None)
+    same["sum of experts' copies"] = lambda x: ep.Combine.apply(x * 1, route), [(2 * T, H)]
     out = {name: (function, function, shapes) for name, (function, shapes) in same.items()}
+
+    def expert_gradients(add: Callable, dy: Tensor, x: Tensor) -> Tensor:
+        dw = torch.zeros(3, dy.shape[1], x.shape[1], dtype=acc_dtype(x.dtype), device=DEVICE)
+        add(dw, dy.detach(), x.detach(), torch.tensor([T // 3, T // 3, T], dtype=torch.int32, device=DEVICE))
+        return dw
+
+    out["experts' weight gradients"] = *(partial(expert_gradients, add) for add in (
+        kernels.add_expert_gradients, kernels.add_expert_gradients_reference)), [(T, 2 * width), (T, width)]
     out["cross-entropy"] = (
         lambda x, w: kernels.linear_cross_entropy(x / width ** 0.5, w, labels, z_loss=0.01, chunk=T // 2 + 1),
         lambda x, w: cross_entropy(x / width ** 0.5 @ w.t(), labels, z_loss=0.01), [(T, width), (V, width)])

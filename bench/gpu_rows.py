@@ -4,7 +4,7 @@
     kernels     matmuls of a block and of the head: bf16 and FP8; forward, input gradients, weight gradients
                 attention, on heads as the model has them: slices of the product of the fused projection
                 short training runs: one short sequence, and experts
-                what is bound by memory, and the loss
+                what is bound by memory, what experts add, and the loss
     rest        variants: implementations that do the same. The first named is what runs by default
                 streams: a matmul beside programs that wait, as collectives do; streams that block each other
                 the link to the host; other training runs, also of 2,000 small steps; learn/triton_primer.py
@@ -43,7 +43,7 @@ class Size(NamedTuple):
     expected: str = ""
 
 
-EXPERTS = "no figure: it must train; idle is what the host's wait in every layer costs"
+EXPERTS = "no figure: it must train. On one rank the host waits in no layer, so idle is what its launches cost"
 SIZES = {  # of each model: the largest first. A card gets the first one that fits it
     "8B": [Size("Llama 8B with 16 layers", "--preset llama-3.1-8b --layers 16 --micro-batch 4 --global-batch 16",
                 "2.7-2.95 s, 22-24k tokens/s, MFU 61-67%, idle < 1%"),
@@ -135,9 +135,12 @@ def kernel_rows(memory: int) -> list[Row]:
                 for kind in ("one scale", "1 x 128 blocks of rows and of columns", "128 x 128 tiles")]
     linear = [Row(f"FP8: linear layer, {recipe}", partial(kernels.measure_fp8_linear, recipe), expected)
               for recipe, expected in (("tensorwise", "0.69 of bf16"), ("blockwise", "0.80 of bf16"))]
+    experts = [Row("sum of 8 copies of tokens for experts", kernels.measure_sum_of_copies, COPY)]
+    experts += [Row(f"weight gradients of {name}", partial(kernels.measure_expert_gradients, *shape),
+                    "") for name, shape in kernels.EXPERTS.items()]
     loss = Row(f"linear cross-entropy, {kernels.T} x {kernels.H} x 128256", kernels.measure_loss,
                "620-680 TFLOP/s, 1.05 of the fastest, with 0.06 of eager's memory")
-    return [*matmuls, *attention, *host, *fused, *quantise, *linear, loss]
+    return [*matmuls, *attention, *host, *fused, *quantise, *linear, *experts, loss]
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------

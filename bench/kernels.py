@@ -33,6 +33,8 @@ from sdpa import attention_sdpa, gpu_backward, gpu_forward
 from tp import Column, Matmul, TensorParallel
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
+EXPERTS = {"128 experts as in Qwen3-30B-A3B": (128, 1536, 2048, 512),  # of gate and up: experts, N, K, rows of each
+           "8 experts as in Mixtral 8x7B": (8, 28672, 4096, 2048)}
 
 
 def random_tensors(*shapes: tuple[int, ...], grad: bool = False) -> tuple[Tensor, ...]:
@@ -172,17 +174,19 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
 
 
 def measure_norm_programs() -> Result:
-    """RMSNorm's backward in a residual stream, with other kernels.PROGRAMS: 2, 4 and 8 programs per SM."""
+    """RMSNorm's backward in a residual stream, with 2, 4 and 8 programs per SM."""
     def backward(programs: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
-        with patch.object(kernels, "PROGRAMS", programs):
+        with patch.object(kernels, "count_programs", lambda device: programs):
             return kernels.rms_norm_backward(dy, dtotal, x, weight, 1e-5)
 
     def exact(dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         dx, dweight = norm_backward(dy, x, weight)
         return dx + dtotal, dweight
 
-    return compare({f"{programs} programs": partial(backward, programs) for programs in (kernels.PROGRAMS, 528, 1056)},
-                   random_tensors(*[(T, H)] * 3, (H,)), bytes_rate(8 * T * H), in_fp64(exact),
+    inputs = random_tensors(*[(T, H)] * 3, (H,))
+    default = kernels.count_programs(inputs[0].device)
+    return compare({f"{times * default} programs": partial(backward, times * default) for times in (1, 2, 4)},
+                   inputs, bytes_rate(8 * T * H), in_fp64(exact),
                    partial(random_tensors, *[(S, H)] * 3, (H,)))
 
 
@@ -271,6 +275,45 @@ def measure_fused(name: str) -> Result:
     checked = [(S, *shape[1:]) if shape[0] == T else shape for shape in shapes]
     return compare(contenders, random_tensors(*shapes), bytes_rate(2 * elements), in_fp64(formula),
                    partial(random_tensors, *checked))
+
+
+def copies_of_tokens(k: int, copies: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [copies, width], k copies of each token in a random order; this order; and where each token's begin in it."""
+    order = torch.randn(copies, device="cuda").argsort()
+    return *random_tensors((copies, width)), order, torch.arange(copies // k, device="cuda") * k
+
+
+def measure_sum_of_copies(k: int = 8) -> Result:
+    """The k copies of each token, as ep.py sums them."""
+    def sum_bags(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        return torch.embedding_bag(x, order, starts, mode=0)[0]
+
+    def exact(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        return x.double()[order].unflatten(0, (-1, k)).sum(1)
+
+    return compare({"ours": kernels.sum_rows, "embedding_bag": sum_bags}, copies_of_tokens(k, T, H),
+                   bytes_rate(2 * (T + T // k) * H), exact, partial(copies_of_tokens, k, S, H))
+
+
+def measure_expert_gradients(experts: int, N: int, K: int, rows: int) -> Result:
+    """The weight gradients of experts [N, K] that have so many rows each, added to fp32."""
+    def make(rows: int) -> tuple[Tensor, ...]:
+        ends = torch.arange(1, experts + 1, device="cuda") * rows
+        return torch.zeros(experts, N, K, device="cuda"), *random_tensors(
+            (experts * rows, N), (experts * rows, K)), ends.int()
+
+    def added(add: Callable) -> Callable:
+        return lambda dw, *inputs: (add(dw, *inputs), dw)[1]
+
+    def by_expert(dw: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+        for matrix, dy_rows, x_rows in zip(dw, dy.chunk(experts), x.chunk(experts)):
+            accumulate_product(matrix, dy_rows.t(), x_rows)
+
+    def exact(dw: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        return dy.double().unflatten(0, (experts, -1)).mT @ x.double().unflatten(0, (experts, -1))
+
+    return compare({"ours": added(kernels.add_expert_gradients), "a matmul per expert": added(by_expert)}, make(rows),
+                   flops_rate(2 * experts * rows * N * K), exact, partial(make, min(rows, 64)))
 
 
 def measure_quantise(kind: str) -> Result:

@@ -30,7 +30,7 @@ def settings_of(flags: str, steps: int = 10) -> config.Config:
 # ---- a run and its kernels ------------------------------------------------------------------------------------------
 KERNEL_KINDS = {  # by words in a kernel's name; the first kind that fits
     "attention": "flash|fmha|attention|cudnn|sdpa", "loss": "cross_entropy",
-    "FP8 casts": "quantise", "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_|product_kernel",
+    "FP8 casts": "quantise", "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_|expert_gradients",
     "optimizer": "adam|multi_tensor|foreach"}
 
 

@@ -83,6 +83,10 @@ def need(condition: bool, line: str) -> None:
 TEXT_VOCAB = 257  # text is read as bytes: 256 byte values, and one token that begins a document
 # --cp-style, implemented in cp.py. "ulysses" exchanges heads; every other style exchanges keys and values.
 CP_STYLES = ("allgather", "ring", "ulysses")
+# What diloco.py adds to the state of a bucket: weights after the last exchange, and their momentum. All sites have the
+# same.
+OUTER_STATE = "outer", "outer_m"
+SYNC_DTYPES = "fp32", "bf16", "int8"  # of what sites send each other; implemented in diloco.py
 OFFLOADS = "none", "optimizer", "activations", "both"
 # --optimizer -> the moments that it keeps between steps: tensors as large as the weights. optimizers.py has the update
 # rules; plan/ counts the moments' bytes. "muon" is for matrices only: all other weights are updated by "adamw".
@@ -194,13 +198,16 @@ class Model:
 
 @dataclass
 class Grid:
-    """How the ranks divide the work: dp x cp x tp x pp = the number of ranks."""
+    """How the ranks divide the work: sites x dp x cp x tp x pp = the number of ranks."""
     # Who chooses the grid: the flags, or the planner. `config.grid.grid == "given"` means that the flags do.
     grid: str = setting("given", choices=("given", "auto"), help=(
         "given: the grid is what the flags below say. auto: the planner (plan/search.py) chooses the grid that it "
         "predicts to be the fastest on this machine. It chooses axes, ZeRO level, micro-batch, schedule and "
         "recomputation, and keeps those that a flag gives."))
-    dp: int = positive(-1, "Data-parallel ranks. auto: all ranks that pp, cp and tp leave.", auto=True)
+    sites: int = positive(1, help=(
+        "Groups of ranks that are far apart, such as data centres. Each has the grid of the flags below, and trains by "
+        "itself on its part of the batch. Every --sync-every steps sites average what they have learned (DiLoCo)."))
+    dp: int = positive(-1, "Data-parallel ranks of a site. auto: all ranks that pp, cp and tp leave.", auto=True)
     cp: int = positive(1, "Context-parallel ranks. Each holds 1/cp of every sequence.")
     cp_style: str = setting("allgather", choices=CP_STYLES, help=(
         "How context-parallel ranks attend to the whole sequence. allgather: they gather all keys and values. ring: "
@@ -235,6 +242,15 @@ class Grid:
     bucket_mb: float = setting(25.0, help=(
         "Size in MB (10^6 bytes) at which a gradient bucket is full. A bucket consists of whole layers. 0: one layer "
         "per bucket."))
+
+    @property
+    def ranks(self) -> int:
+        return self.sites * self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def batch_shares(self) -> int:
+        """How many ranks, or groups of ranks, have different sequences of a global batch."""
+        return self.sites * self.dp
 
     @property
     def head_ranks(self) -> int:
@@ -280,6 +296,9 @@ class Precision:
     reduce_dtype: str = setting("fp32", choices=("fp32", "bf16"), help=(
         "Data type in which gradients are summed over ranks. Over micro-batches they are always summed in fp32. "
         "fp64 runs use fp64 for both."))
+    sync_dtype: str = setting("fp32", choices=SYNC_DTYPES, needs="sites", help=(
+        "DiLoCo: data type in which sites send changes of weights. int8: with a scale per block, summed in fp32. fp64 "
+        "runs use fp64."))
     attention: str = setting("auto", choices=("auto", "triton", "sdpa", "math"), help=(
         "Attention kernel. sdpa: torch's fused kernels. triton: the kernel in flash.py. math: plain torch, which "
         "stores all scores. auto: sdpa; on GPUs, triton if documents are masked or there is a window."))
@@ -363,6 +382,16 @@ class Optim:
         "Balance the load of experts without a loss, as DeepSeek-V3 does (with 0.001): after each step, a bias in the "
         "router goes up by this much for an expert with too few tokens, and down for one with too many. 0: off."))
     grad_clip: float = setting(1.0, "Clip the norm of the whole gradient to this value. 0: no clipping.")
+    sync_every: int = positive(50, needs="sites", help=(
+        "DiLoCo: steps after which sites exchange what they have learned. --steps, --save-every, --eval-every and "
+        "--check-replicas must be multiples of it."))
+    outer_lr: float = positive(0.7, needs="sites", help=(
+        "DiLoCo: learning rate of the outer optimizer, which applies the mean change of the sites' weights."))
+    outer_momentum: float = setting(0.9, "DiLoCo: Nesterov momentum of the outer optimizer.", needs="sites")
+    sync_fragments: int = positive(1, needs="sites", help=(
+        "Streaming DiLoCo: exchange the layers in this many fragments, one every sync-every / sync-fragments steps."))
+    sync_overlap: int = setting(0, needs="sites", help=(
+        "Streaming DiLoCo: steps that an exchange overlaps with. 0: ranks wait for it."))
     steps: int = setting(200, "Number of optimizer steps.")
     seed: int = setting(0, "Seed of the initial weights and of the order of the samples.")
 
@@ -486,6 +515,10 @@ class Config:
         """Return the value of a setting of any section."""
         return getattr(getattr(self, SECTION_OF[name]), name)
 
+    def sites_meet(self, done: int) -> bool:
+        """Whether all sites have finished an exchange, and none is under way, after so many steps."""
+        return self.grid.sites == 1 or done % (self.optim.sync_every // self.optim.sync_fragments) == 0
+
     def fp8_layers(self) -> range:
         """The layers whose linear layers multiply in FP8. The block of multi-token prediction never does."""
         skipped = 0 if self.precision.fp8_ends else 1
@@ -592,6 +625,12 @@ IN_OTHER_TRAINERS = {
 def name_of(typed: str) -> str:
     """Return the setting that "--sp async" or "--sp" is about: "sp". The inverse of `flag`."""
     return typed.split()[0].removeprefix("--").replace("-", "_")
+
+
+def default_of(name: str) -> Any:
+    """Return a setting's declared default. A list is declared by a function that makes it."""
+    declared = FIELDS[name]
+    return declared.default_factory() if declared.type is list else declared.default
 
 
 def written(name: str, value: Any) -> str:

@@ -25,7 +25,7 @@ The real arrays have more dimensions. There are four, and each numbers all ranks
 sharded differently from the other layers. "others" is the product of the outer dimensions, which such an array does not
 need separately:
 
-    dense       [pp, replicate, shard, cp, tp]
+    dense       [pp, replicate, shard, cp, tp]      --sites N puts a dimension "sites" of size N before these
     ulysses     [others, cp_keys, cp_heads, tp]     cp_keys x cp_heads = cp: Ulysses within groups of cp_heads
                                                     ranks, and a ring or an all-gather between the groups (cp.py)
     heads       [others, kv, kv_copy]               kv x kv_copy = tp, if there are more tp ranks than KV heads (heads
@@ -42,6 +42,10 @@ following three. In the figure they coincide, because it has one replica and no 
     axis dp     shard x cp, the ranks over which ZeRO shards. It includes the context parallel ranks, which have the
                 same weights and other tokens. Megatron calls this group intra_dp_cp.
     axis data   replicate x shard x cp, all ranks that have the same weights and other tokens. Megatron's dp_cp.
+
+With --sites (diloco.py) the outermost dimension is the site. All axes except "world" and "sites" then lie within a
+site. So the files of the techniques need not know of other sites. What they do with all ranks, they do with those of a
+site: see within_site.
 """
 import datetime
 import math
@@ -70,11 +74,16 @@ class Axis(NamedTuple):
 #
 # A group of tie is only the two ends of a group of pp: see members_of_axes.
 #
+# With one site, "site" would be "world" and "sites" nothing, so neither is there.
+#
 # Nobody communicates over kv. It is an axis because core/param.py needs a rank's coordinate on it, which is Group.rank.
 # Group.rank asks the process group, so kv has one (with NCCL, a communicator) all the same.
 AXES = {
     "muon": Axis("dense", "shard cp tp", "", "muon.py: momenta and updates of matrices"),
-    "world": Axis("dense", "pp replicate shard cp tp", "", "zero.py: the gradient norm; run/: errors and settings"),
+    "world": Axis("dense", "sites pp replicate shard cp tp", "",
+                  "zero.py: the gradient norm; run/: errors and settings"),
+    "site": Axis("dense", "pp replicate shard cp tp", "", "zero.py: the gradient norm of a site, if there are several"),
+    "sites": Axis("dense", "sites", "outer gradients", "diloco.py: changes of weights; run/: requests to stop"),
     "pp": Axis("dense", "pp", "", "pp.py: activations and their gradients, over links; train.py: losses"),
     "tie": Axis("dense", "pp", "", "zero.py: gradients of a table that the first and the last stage share"),
     "data": Axis("dense", "replicate shard cp", "", "train.py: losses and counts of tokens; ep.py: loads of experts"),
@@ -97,15 +106,16 @@ def arrays_of_ranks(grid: Grid, model: Model, world: int) -> dict[str, dict[str,
     Arrays that the grid or the model has no use for are left out. Raises ValueError unless each has `world` elements.
     """
     shards = grid.dp // grid.dp_replicate
-    arrays = {"dense": dict(pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)}
+    sites = dict(sites=grid.sites) if grid.sites > 1 else {}
+    arrays = {"dense": dict(**sites, pp=grid.pp, replicate=grid.dp_replicate, shard=shards, cp=grid.cp, tp=grid.tp)}
     if grid.cp_ulysses > 1:
         arrays["ulysses"] = dict(others=world // (grid.cp * grid.tp), cp_keys=grid.cp // grid.cp_ulysses,
                                  cp_heads=grid.cp_ulysses, tp=grid.tp)
     if grid.tp > model.kv_heads:
         arrays["heads"] = dict(others=world // grid.tp, kv=model.kv_heads, kv_copy=grid.tp // model.kv_heads)
     if model.experts:
-        arrays["experts"] = dict(others=grid.pp * grid.dp_replicate, edp=shards * grid.cp * grid.tp // grid.ep,
-                                 ep=grid.ep)
+        arrays["experts"] = dict(others=grid.sites * grid.pp * grid.dp_replicate,
+                                 edp=shards * grid.cp * grid.tp // grid.ep, ep=grid.ep)
     for sizes in arrays.values():
         count = math.prod(sizes.values())
         need(count == world, f"the array [{', '.join(sizes)}] numbers {count} ranks, and there are {world}: the grid's "
@@ -143,6 +153,8 @@ def members_of_axes(grid: Grid, model: Model, world: int) -> dict[str, list[list
         members["tie"] = [[pipeline[0], pipeline[-1]] for pipeline in members["pp"]]  # only its ends
     else:
         del members["tie"]  # one rank has both the first and the last stage
+    if grid.sites == 1:
+        del members["site"], members["sites"]
     return members
 
 
@@ -160,6 +172,11 @@ def build_groups(grid: Grid, model: Model, timeout_s: float = 600) -> Groups:
             links = make_links(members["pp"], rounds_of(grid), timeout_s) if axis == "pp" else {}
             groups[axis] = Group(axis, process_group, links)
     return groups
+
+
+def within_site(groups: Groups) -> Groups:
+    """Return the groups for everything that a site does by itself: its "world" has the ranks of the site only."""
+    return groups | {"world": groups["site"]} if groups["sites"].size > 1 else groups
 
 
 @dataclass
@@ -181,12 +198,13 @@ def share_groups(members: dict[str, list[list[int]]]) -> list[SharedGroups]:
 
     Axes whose traffic is "" make no other axis wait:
 
-        world, data             have little traffic
+        world, site, data       have little traffic
         muon, tie, kv_copy      have no traffic until all backward passes have ended
         pp                      sends activations over links, which are separate process groups; its own process group
                                 carries only a few scalars, such as losses
         replicate               never has the same ranks as an axis with heavy traffic
         kv                      has no traffic
+        sites                   sends outer gradients under later steps; only "world" may have the same ranks
     """
     made: list[SharedGroups] = []
     for axis, groups in members.items():

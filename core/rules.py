@@ -32,6 +32,7 @@ from core.config import (
     SECTIONS,
     Config,
     Grid,
+    default_of,
     flag,
     name_of,
     need,
@@ -47,7 +48,7 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     """Return the complete and checked settings of a run on `world` ranks. With --grid auto, the grid is still open.
 
     inherited: the settings of a checkpoint or of a published model, which replace the preset's. owner: says whose they
-    are, for errors, such as "of --preset tiny". If a flag turns experts or latent attention off, every inherited
+    are, for errors, such as "of --preset tiny". If a flag turns experts, latent attention or sites off, every inherited
     setting that needs them (`needs` in core/config.py) has its default again. --head-dim needs neither and stays as
     inherited.
     Raises ValueError, with one line, for settings that cannot run.
@@ -59,7 +60,7 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
     if inherited is None:
         inherited, owner = PRESETS[preset], f"of --preset {preset}"
-    turned_off = [name for name in ("experts", "kv_lora_rank") if flags.get(name) == 0]
+    turned_off = [name for name in ("experts", "kv_lora_rank", "sites") if flags.get(name) == default_of(name)]
     inherited = {name: value for name, value in inherited.items()
                  if FIELDS[name].metadata["needs"] not in turned_off}
     values = inherited | flags
@@ -97,7 +98,7 @@ def complete(c: Config, ranks: int) -> None:
     model.expert_ffn = model.expert_ffn or (model.ffn if model.experts else 0)
     if grid.grid == "given":
         grid.virtual_stages = grid.virtual_stages or (SCHEDULES[grid.schedule].chunks if grid.pp > 1 else 1)
-        grid.dp = c.ranks // (grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
+        grid.dp = c.ranks // (grid.sites * grid.pp * grid.cp * grid.tp) if grid.dp == -1 else grid.dp
     optim.lr = optim.lr or min(1.2 / model.hidden, 2e-3)
     optim.min_lr = optim.lr / 10 if optim.min_lr == -1 else optim.min_lr
     optim.warmup = min(20, optim.steps // 10) if optim.warmup == -1 else optim.warmup
@@ -171,7 +172,8 @@ def every_rule(c: Config) -> list[Needs | Divides]:
 
     All conditions are computed before the first check, from settings whose defaults `complete` has filled in.
     """
-    return [*rules_of_config(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_run(c)]
+    return [*rules_of_config(c), *rules_of_the_model(c), *rules_of_the_grid(c), *rules_of_the_run(c),
+            *rules_of_sites(c)]
 
 
 def rules_of_config(c: Config) -> list[Needs]:
@@ -182,7 +184,7 @@ def rules_of_config(c: Config) -> list[Needs]:
     found = []
     for name, f in FIELDS.items():
         if other := f.metadata["needs"]:
-            is_on = c.value(other) not in ("none", "", False, 0, [])
+            is_on = c.value(other) != default_of(other)
             values = [str(value) for value in FIELDS[other].metadata["choices"] or () if value]
             found.append(Needs(flag(name), is_on, f"{flag(other)} {' or '.join(values)}".strip()))
     return found
@@ -227,10 +229,12 @@ def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
     any_stages = " and ".join(name for name, other in SCHEDULES.items() if other.grouped and other.runs)
     # Styles that exchange keys. ring is named before allgather, the default, which needs no flag.
     by_keys = " or ".join(style for style in reversed(CP_STYLES) if style != "ulysses")
+    site = c.ranks // grid.sites  # ranks of a site
     return [
-        Divides("--pp", c.ranks, "the number of ranks", more_ranks),
-        Divides("--tp", c.ranks // grid.pp, "the ranks that --pp leaves", more_ranks),
-        Divides("--cp", c.ranks // grid.pp // grid.tp, "the ranks that --pp and --tp leave", more_ranks),
+        Divides("--sites", c.ranks, "the number of ranks", more_ranks),
+        Divides("--pp", site, "the number of ranks" if grid.sites == 1 else "the ranks of a site", more_ranks),
+        Divides("--tp", site // grid.pp, "the ranks that --pp leaves", more_ranks),
+        Divides("--cp", site // grid.pp // grid.tp, "the ranks that --pp and --tp leave", more_ranks),
 
         # Tensor parallelism. The vocabulary need not divide: its shards may differ by one row.
         Divides("--tp", model.heads, "--heads"),
@@ -305,6 +309,33 @@ def rules_of_the_run(c: Config) -> list[Needs]:
               "a real run: which scores documents mask depends on the data, which --dry-run does not read")]
 
 
+def rules_of_sites(c: Config) -> list[Needs | Divides]:
+    """The rules of DiLoCo: sites are in the same state after every --sync-every steps only."""
+    grid, optim, run = c.grid, c.optim, c.run
+    alone = grid.sites == 1
+    period = optim.sync_every // optim.sync_fragments
+    return [
+        Divides("--sync-fragments", optim.sync_every, "--sync-every"),
+        Needs("--sync-fragments", optim.sync_fragments <= c.model.layers, "at least as many --layers"),
+        Needs("--sync-overlap", optim.sync_overlap < period,
+              "a --sync-every / --sync-fragments above it: one exchange is under way at a time"),
+        Needs("--outer-momentum", optim.outer_momentum < 1, "a value below 1"),
+        Needs("--sync-dtype", c.precision.dtype != "fp64",
+              "another --dtype than fp64, whose precision it would undo"),
+
+        # What all sites do together, they do after the last fragment. Every setting divides 0, which is no such work.
+        Divides("--sync-every", 0 if alone else optim.steps, "--steps"),
+        Divides("--sync-every", 0 if alone else run.save_every, "--save-every"),
+        Divides("--sync-every", 0 if alone else c.data.eval_every, "--eval-every"),
+        Divides("--sync-every", 0 if alone else run.check_replicas, "--check-replicas"),
+
+        Needs("--offload", alone or not c.precision.offloads("optimizer"),
+              "--sites 1: the outer optimizer's state stays on the device"),
+        Needs("--rewind", alone, "--sites 1: sites skip different steps"),
+        Needs("--grid auto", alone, "--sites 1: the planner knows no sites"),
+        Needs("--sites", not run.dry_run, "a real run: --dry-run shows one step, in which sites send nothing")]
+
+
 # ---- checks that are no row of the table ----------------------------------------------------------------------------
 
 def check_ranges(c: Config) -> None:
@@ -330,9 +361,11 @@ def check_grid(c: Config) -> None:
             rule.check(c)
     if given:
         dp, cp, tp, pp = c.grid.dp, c.grid.cp, c.grid.tp, c.grid.pp
-        ranks = dp * cp * tp * pp
-        need(ranks == c.ranks, f"--dp {dp} x --cp {cp} x --tp {tp} x --pp {pp} = {ranks} ranks, and there are "
-             f"{c.ranks}: use --dp {c.ranks // (cp * tp * pp)}, or start {ranks}")
+        sites = c.grid.sites
+        ranks = sites * dp * cp * tp * pp
+        need(ranks == c.ranks, f"{f'--sites {sites} x ' if sites > 1 else ''}--dp {dp} x --cp {cp} x --tp {tp} x "
+             f"--pp {pp} = {ranks} ranks, and there are {c.ranks}: "
+             f"use --dp {c.ranks // (sites * cp * tp * pp)}, or start {ranks}")
         check_fp8_widths(c)
 
 
@@ -366,11 +399,13 @@ def check_batch(c: Config) -> None:
     batch, grid = c.batch, c.grid
     sizes = [size for size, _ in batch.ramp()]
     whole = f"--batch-ramp {batch.batch_ramp}" if batch.batch_ramp else f"--global-batch {batch.global_batch}"
+    shares = grid.batch_shares
+    dp = f"--dp {grid.dp}" if grid.sites == 1 else f"--sites {grid.sites} x --dp {grid.dp}"
     for size in sizes:
-        below = size // grid.dp * grid.dp  # the nearest multiples of dp are this one and the next
-        use = f"{below} or {below + grid.dp}" if below else f"{grid.dp}"
-        need(size % grid.dp == 0, f"{whole.split()[0]} {size} is not a multiple of --dp {grid.dp}: use {use}")
-    share = math.gcd(*sizes) // grid.dp  # sequences per rank; a micro-batch that divides it divides every size
+        below = size // shares * shares  # the nearest multiples are this one and the next
+        use = f"{below} or {below + shares}" if below else f"{shares}"
+        need(size % shares == 0, f"{whole.split()[0]} {size} is not a multiple of {dp}: use {use}")
+    share = math.gcd(*sizes) // shares  # sequences per rank; a micro-batch that divides it divides every size
     batch.micro_batch = batch.micro_batch or share // choose_accumulation(share, batch.seq_len, grid)
     micro = f"--micro-batch {batch.micro_batch}"
     tokens = batch.micro_batch * batch.seq_len
@@ -378,7 +413,7 @@ def check_batch(c: Config) -> None:
          f"--tp {grid.tp} cannot share {micro} x --seq-len {batch.seq_len} = {tokens} tokens in equal parts: use "
          "another --seq-len, or --sp off")
     Divides("--micro-batch", share, f"a rank's share of {whole}").check(c)
-    count = max(sizes) // grid.dp // batch.micro_batch
+    count = max(sizes) // shares // batch.micro_batch
     need(count <= MOST_MICRO_BATCHES, f"{micro} makes {count:,} micro-batches per step of {whole}: must be at most "
                                       f"{MOST_MICRO_BATCHES:,}")
 
@@ -402,13 +437,13 @@ def check_schedule(c: Config) -> None:
     """
     grid, batch = c.grid, c.batch
     for size, _ in batch.ramp():
-        micro_batches = size // grid.dp // batch.micro_batch
+        micro_batches = size // grid.batch_shares // batch.micro_batch
         try:
             plan_of(grid, micro_batches)
         except ValueError as error:
             names = ["schedule", "pp", "micro_batch", "batch_ramp" if batch.batch_ramp else "global_batch"]
             flags = [f"{flag(name)} {c.before_defaults[name]}" for name in names if c.before_defaults[name]]
             least = SCHEDULES[grid.schedule].min_micro_batches_per_rank * grid.pp
-            enough = least * grid.dp * (c.before_defaults["micro_batch"] or 1)
+            enough = least * grid.batch_shares * (c.before_defaults["micro_batch"] or 1)
             hint = f": use {enough} or more sequences per step" if micro_batches < least else ""
             raise ValueError(f"{' '.join(flags)}: {error}{hint}") from None

@@ -58,15 +58,22 @@ from core.collectives import run_demo
 
 SECTOR = 32  # bytes, the least that memory moves
 WARP = 32  # threads that execute one instruction together
-L2_BYTES = 50 << 20  # of H100 and H200
 
 
 class Card(NamedTuple):
-    """Peaks per second, from the data sheet."""
+    """Peaks per second, SMs and L2, from the data sheet. `ask_device` replaces what a GPU says of itself."""
     tensor: float  # FLOPs of tensor cores, in bf16, dense
-    fma: float  # FLOPs without them, in fp32
+    fma: float  # FLOPs without them, in fp32: SMs x 128 lanes x 2 x clock, the highest
     memory: float  # bytes
-    l1: float  # bytes: SMs x 128 x clock, the highest
+    l1: float  # bytes: SMs x 128 x clock
+    sms: int = 132
+    l2_bytes: int = 50 << 20
+
+
+def ask_device(card: Card, properties) -> Card:
+    """properties: torch.cuda.get_device_properties."""
+    sms, clock = properties.multi_processor_count, properties.clock_rate * 1e3  # torch has the highest clock, in kHz
+    return card._replace(fma=sms * 256 * clock, l1=sms * 128 * clock, sms=sms, l2_bytes=properties.L2_cache_size)
 
 
 H200 = Card(tensor=989e12, fma=67e12, memory=4.8e12, l1=132 * 128 * 1.98e9)
@@ -278,7 +285,8 @@ def bytes_asked(rung: Rung, M: int, N: int, K: int, itemsize: int) -> int:
     return itemsize * (M * K * tiles_n + K * N * tiles_m + M * N)
 
 
-def bytes_moved(rung: Rung, M: int, N: int, K: int, itemsize: int, sms: int = 132, l2_bytes: int = L2_BYTES) -> int:
+def bytes_moved(rung: Rung, M: int, N: int, K: int, itemsize: int, sms: int = H200.sms,
+                l2_bytes: int = H200.l2_bytes) -> int:
     """Bytes from and to memory. A and B are read once if L2 holds both. If not, programs are assumed to share reads
     within a wave, which is rung.resident programs on each SM, and not between waves."""
     operands, result = (M * K + K * N) * itemsize, M * N * itemsize
@@ -298,7 +306,7 @@ def bytes_moved(rung: Rung, M: int, N: int, K: int, itemsize: int, sms: int = 13
 def bound(rung: Rung, M: int, N: int, K: int, itemsize: int, card: Card) -> tuple[float, str]:
     """The least seconds that a rung can take on a card, and what bounds them: "compute", "memory" or "L1"."""
     return max((2 * M * N * K / (card.tensor if rung.on_tensor_cores else card.fma), "compute"),
-               (bytes_moved(rung, M, N, K, itemsize) / card.memory, "memory"),
+               (bytes_moved(rung, M, N, K, itemsize, card.sms, card.l2_bytes) / card.memory, "memory"),
                (bytes_asked(rung, M, N, K, itemsize) / card.l1, "L1"))
 
 
@@ -466,7 +474,7 @@ def show_on_cpu(n: int = 8192) -> None:
         shape = rung, n, n, n, 2
         least, roof = bound(*shape, H200)
         print(f"    {name:12s} asked for {bytes_asked(*shape) / 1e9:8,.0f} GB   from memory "
-              f"{bytes_moved(*shape) / 1e9:4.1f} GB   {least * 1e3:6.1f} ms ({roof})")
+              f"{bytes_moved(*shape, H200.sms, H200.l2_bytes) / 1e9:4.1f} GB   {least * 1e3:6.1f} ms ({roof})")
     print(f"    A, B and C once                      from memory {3 * n * n * 2 / 1e9:4.1f} GB\n")
     print("Not run: any timing or profile, which need a GPU. tests/test_primer.py interprets the kernels on a CPU.")
 
@@ -476,6 +484,7 @@ def show_on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
     name = torch.cuda.get_device_name()
     words = set(name.split())
     card = None if words & {"PCIe", "NVL"} else next((CARDS[word] for word in CARDS if word in words), None)
+    card = card and ask_device(card, torch.cuda.get_device_properties(0))
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}; medians of 20\n")
     before, measured = 0.0, measure_ladder(n)
     for name, (size, seconds) in measured.items():

@@ -59,7 +59,7 @@ def changed(run: Run, section: str, **values) -> Run | None:
     settings = search.replaced(copy.deepcopy(run.settings), section, **values)
     grid = settings.grid
     try:
-        rules.complete(settings, grid.dp * grid.cp * grid.tp * grid.pp)
+        rules.complete(settings, grid.ranks)
     except ValueError:
         return None
     return run._replace(settings=settings)
@@ -167,7 +167,7 @@ def print_step(run: Run) -> None:
     step, found = step_time.step_seconds(run), predict(run)
     batch, grid = run.settings.batch, run.settings.grid
     print(f"{run.machine.name}: {step.seconds:.3f} s per step of {batch.ramp()[-1][0]} sequences, "
-          f"{found.tokens_per_s_per_gpu * grid.dp * grid.cp * grid.tp * grid.pp:,.0f} tokens/s, "
+          f"{found.tokens_per_s_per_gpu * grid.ranks:,.0f} tokens/s, "
           f"{found.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
     print(table([("  " + name, f"{seconds:.3f} s", f"{seconds / step.seconds:.1%}", bar(seconds, step.seconds, 30),
                   WHY[name]) for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]) if seconds > 0],
@@ -288,7 +288,9 @@ COMMANDS = {
     "search": Command("Which grid is the best for a model, a batch and a number of GPUs?",
                       "--preset llama-3.1-70b --gpus 256 --global-batch 1024 --seq-len 8192"),
     "scaling": Command("How many days and dollars does a training take, and which size and batch do scaling laws "
-                       "advise?", f"{LLAMA_8B} --gpus 64 --train-tokens 1e12")}
+                       "advise?", f"{LLAMA_8B} --gpus 64 --train-tokens 1e12"),
+    "sites": Command("How rarely must sites exchange weights over a slow link, so that they wait for less than 5% of "
+                     "the time?", f"{LLAMA_8B} --gpus 128 --sites 2 --zero 3 --link-gbit 100 --link-ms 30")}
 RENAMED = {"balance": "plan overlap", "check": "tests.published check", "fit": "tests.published fit"}
 USAGE = f"python -m plan {'|'.join(COMMANDS)} [flags of train.py] [flags of plan]"
 
@@ -302,6 +304,8 @@ class Flags:
     memory_gb: float = setting(0.0, "of one GPU; 0: the machine's")
     train_tokens: float = setting(0.0, "scaling: tokens; 0: 20 per active parameter")
     price: float = setting(2.5, "scaling: dollars per GPU-hour")
+    link_gbit: float = setting(100.0, "sites: bandwidth of the link of a site, in Gbit/s and direction")
+    link_ms: float = setting(50.0, "sites: time from one site to the next, in milliseconds")
 
 
 def print_help(command: str) -> None:
@@ -318,7 +322,7 @@ def print_help(command: str) -> None:
 
 
 def world_of(flags: list[str]) -> int:
-    return math.prod(max(1, size) for size in search.given_by_flags(flags, ("dp", "cp", "tp", "pp")).values())
+    return math.prod(max(1, size) for size in search.given_by_flags(flags, step_time.AXES).values())
 
 
 def main(arguments: list[str]) -> None:
@@ -353,6 +357,11 @@ def main(arguments: list[str]) -> None:
     if command == "scaling":
         rate = predict(run).tokens_per_s_per_gpu * gpus
         return scaling.print_scaling(settings, machine.name, gpus, rate, asked.train_tokens, asked.price)
+    if command == "sites":
+        need(asked.link_gbit > 0, f"--link-gbit {asked.link_gbit:g}: must be above 0")
+        need(settings.grid.sites > 1, f"--sites {settings.grid.sites}: nothing is sent between sites: give 2 or more")
+        seconds = step_time.step_seconds(run).seconds
+        return scaling.print_sites(settings, machine.name, seconds, asked.link_gbit, asked.link_ms)
     dict(params=print_params, memory=print_memory, step=print_step, overlap=print_overlap)[command](run)
 
 

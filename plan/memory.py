@@ -173,7 +173,7 @@ def losses_in_memory(schedule: str, p: int, m: int, v: int) -> int:
 def plan_needed(settings: Config) -> tuple[str, int, int, int]:
     """The arguments of make_plan: schedule, ranks, as many micro-batches as show the memory, chunks."""
     grid, batch = settings.grid, settings.batch
-    m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.dp)
+    m = few_micro_batches(grid, max(size for size, _ in batch.ramp()) // batch.micro_batch // grid.batch_shares)
     return grid.schedule if grid.pp > 1 else "1f1b", grid.pp, m, grid.virtual_stages
 
 
@@ -208,6 +208,11 @@ def moment_bytes(settings: Config, element: int) -> int:
     return len(OPTIMIZERS[settings.optim.optimizer]) * each
 
 
+def outer_bytes(settings: Config, element: int) -> int:
+    """Bytes per parameter of the outer optimizer's state (diloco.py): weights and momentum; 0 with one site."""
+    return 2 * acc_bytes(element) if settings.grid.sites > 1 else 0
+
+
 def all_moments(settings: Config, element: int, buckets: dict[str, list[int]], layers: Iterable[int]) -> int:
     """Bytes of the moments of a rank with these buckets and blocks."""
     n, each = shards_of(settings), moment_bytes(settings, element)
@@ -227,7 +232,8 @@ def host_bytes(settings: Config, rank: int, element: int) -> int:
     copy of the state that is being saved."""
     buckets = pad(settings, bucket_elements(settings, stages_of_rank(settings, rank), element))
     shards = [count // n for axis, n in shards_of(settings).items() for count in buckets[axis]]
-    acc, saved, total = acc_bytes(element), acc_bytes(element) + moment_bytes(settings, element), 0
+    acc, total = acc_bytes(element), 0
+    saved = acc + moment_bytes(settings, element) + outer_bytes(settings, element)
     if settings.precision.offloads("optimizer"):
         total += (saved + acc + element) * sum(1 << (count - 1).bit_length() for count in shards)
     if settings.run.checkpoint_dir:
@@ -271,7 +277,7 @@ def memory_of_rank(settings: Config, rank: int, element: int, fused: bool = Fals
     memory = dict(weights=(sharded + moment.weights if level == 3 else unsharded) * element,
                   gradients=(sharded + moment.gradients if level >= 2 else unsharded) * acc,
                   optimizer=0 if settings.precision.offloads("optimizer") else
-                  sharded * master + all_moments(settings, element, buckets, layers))
+                  sharded * (master + outer_bytes(settings, element)) + all_moments(settings, element, buckets, layers))
     fp8_weights = fp8_elements(settings, layers)
     if fp8_weights and grid.zero < 3:
         memory["FP8 weights"] = 2 * fp8_weights

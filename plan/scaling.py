@@ -125,6 +125,51 @@ def ring_seconds(parameters: float, km: float, bytes_per_s: float, sites: int = 
     return (sites - 1) / sites * parameters * itemsize / bytes_per_s + km * 1000 / 2e8
 
 
+SENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128}  # --sync-dtype -> bytes per element, with the scale of a block
+# epoch.ai/blog/could-decentralized-training-solve-ais-power-problem
+EPOCH = "72T parameters over 23 sites on a ring of 4,800 km at 6 Pb/s each way (Epoch AI 2025)"
+WAITS = 0.05  # the part of the time that sites may wait for their exchange
+
+
+def exchange_bytes(elements: float, sites: int, dtype: str) -> float:
+    """Bytes that a site sends in an exchange of so many elements (diloco.py): 2 (n-1)/n of all in an all-reduce; in
+    int8, n-1 times all in an all-gather."""
+    return (sites - 1 if dtype == "int8" else 2 * (sites - 1) / sites) * elements * SENT[dtype]
+
+
+def exchange_seconds(elements: float, sites: int, dtype: str, gbit: float, ms: float) -> float:
+    """Of such an exchange round a ring of sites: n-1 hops for an all-gather, 2 (n-1) for an all-reduce."""
+    hops = (1 if dtype == "int8" else 2) * (sites - 1)
+    return exchange_bytes(elements, sites, dtype) / (gbit * 1e9 / 8) + hops * ms / 1e3
+
+
+def least_steps(exchange_s: float, step_s: float) -> int:
+    """H, so that sites that wait for each exchange wait for at most WAITS of the time."""
+    return max(1, math.ceil(exchange_s * (1 - WAITS) / WAITS / step_s))
+
+
+def print_sites(settings: Config, machine: str, step_s: float, gbit: float, ms: float) -> None:
+    """How long exchanges take, and how rarely or under how many steps they must happen."""
+    grid, optim = settings.grid, settings.optim
+    copies = grid.dp_replicate if grid.zero else grid.dp * grid.cp  # each sends all weights
+    elements = copies * costs.parameters(settings.model).total
+    print(f"{grid.sites} sites of {grid.ranks // grid.sites:,} x {machine}, {step_s:.3g} s per step; links of {gbit:g} "
+          f"Gbit/s and {ms:g} ms; {elements:,} elements of each site" + (
+              f", in {copies} copies: --zero 1 without replicas sends one" if copies > 1 else ""))
+    rows = [("--sync-dtype", "GB per exchange", "exchange", f"waits {WAITS:.0%} if H is", "or hidden if tau is")]
+    for dtype in SENT:
+        seconds = exchange_seconds(elements, grid.sites, dtype, gbit, ms)
+        hidden = exchange_seconds(elements / optim.sync_fragments, grid.sites, dtype, gbit, ms)
+        gigabytes = exchange_bytes(elements, grid.sites, dtype) / 1e9
+        rows.append((f"  {dtype}", f"{gigabytes:,.1f}", f"{seconds:.3g} s", f"{least_steps(seconds, step_s):,}",
+                     f"{math.ceil(hidden / step_s):,}"))
+    print(table(rows, "<>>>>"))
+    print(f"tau: of one of {optim.sync_fragments} fragments (--sync-fragments)")
+    epochs = ring_seconds(72e12, 4800, 6e15 / 8)
+    print(f"beside it: {EPOCH}: an all-reduce in bf16 takes {epochs:.3f} s, which is {WAITS:.0%} of the time if H "
+          f"steps take {epochs * (1 - WAITS) / WAITS:.1f} s")
+
+
 def print_models() -> None:
     """Large models beside the optima for the same FLOPs, and the optima for OPT's."""
     rows = [("large models, and what was best for their C", "N", "D", "D/N", "C", "N, D: Hoffmann 2022",
@@ -163,7 +208,7 @@ def print_scaling(settings: Config, machine: str, gpus: int, rate: float, tokens
     print(f"loss of this N and D: {loss:.3f} nats per token (refit); critical batch {critical_batch(loss):.3g} tokens "
           f"(Kaplan et al. 2020) or {critical_batch_of_minimax(loss):.3g} (MiniMax-01), this run's "
           f"{sequences * settings.batch.seq_len:.3g}")
-    if sequences >= 8 and sequences % (8 * settings.grid.dp) == 0:
+    if sequences >= 8 and sequences % (8 * settings.grid.batch_shares) == 0:
         print(f'a ramp in proportion to MiniMax-01\'s: --batch-ramp "{ramp(sequences, settings.batch.seq_len)}"')
     ours, epochs = (ring_seconds(parameters, 4800, 6e15 / 8) for parameters in (count.total, 72e12))
     print("an all-reduce in bf16 round a ring of 23 datacentres, 4,800 km long, at 6 Pb/s each way: "

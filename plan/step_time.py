@@ -1,6 +1,6 @@
 """A prediction of the time and memory of a step on a machine, before anything runs.
 
-The time of a step on a rank is the sum of:
+The time of a step on a rank, without exchanges between sites (plan/scaling.py), is the sum of:
 
     pipeline           all actions of the schedule's plan (schedules.py), each with the time of its stage
     data axis          its communication that no backward hides; that of the other axes is part of the stages
@@ -42,6 +42,7 @@ from core.config import Config, need, padded_length
 from plan import costs, memory
 from plan.machines import Machine, collective_seconds, family_of, read_machine
 
+AXES = "sites", "dp", "cp", "tp", "pp"  # their sizes multiply to the number of GPUs
 HELD_OUT = Path(__file__).parent / "held_out.json"
 
 # ---- the code that runs, and its constants --------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Run(NamedTuple):
     @property
     def micro_batches(self) -> int:
         batch = self.settings.batch
-        return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.dp
+        return batch.ramp()[-1][0] // batch.micro_batch // self.settings.grid.batch_shares
 
     @property
     def fused(self) -> bool:
@@ -541,7 +542,7 @@ class Prediction(NamedTuple):
 def predict(run: Run) -> Prediction:
     settings, grid = run.settings, run.settings.grid
     seconds = step_seconds(run).seconds
-    gpus = grid.dp * grid.cp * grid.tp * grid.pp
+    gpus = grid.ranks
     rate = settings.batch.ramp()[-1][0] * settings.batch.seq_len / seconds / gpus
     share = {name: flops * rate / run.machine.peak() for name, flops in costs.flops_by_convention(settings).items()}
     needed = sum(needed_memory(run).values())
@@ -552,7 +553,7 @@ def predict(run: Run) -> Prediction:
 def kind_of(run: Run) -> str:
     """The kind of a run. Errors of predicted step times are known by kind, from published runs."""
     grid, experts, fp8 = run.settings.grid, run.settings.model.experts, run.settings.precision.fp8 != "none"
-    gpus = grid.dp * grid.cp * grid.tp * grid.pp
+    gpus = grid.ranks // grid.sites  # sites compute their steps by themselves
     return ", ".join(("experts" if experts else "dense", "FP8" if fp8 else "16 bits",
                       family_of(run.machine) or run.machine.name, "pipeline" if grid.pp > 1 else "no pipeline",
                       "at most 256 GPUs" if gpus <= 256 else "more than 256 GPUs"))
@@ -572,7 +573,7 @@ def run_of(request: Mapping[str, Any], code: Code = OURS) -> Run:
     Raises ValueError for settings that cannot run."""
     asked = {name.replace("-", "_"): value for name, value in request.items()}
     machine = read_machine(asked.pop("machine", "h100"))
-    gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in ("dp", "cp", "tp", "pp"))
+    gpus = int(asked.pop("gpus", 0)) or math.prod(max(1, int(asked.get(axis, 1))) for axis in AXES)
     settings = parse(to_flags(asked), gpus)
     need(settings.grid.grid == "given", "--grid auto: give a grid, such as python -m plan search finds")
     return Run(with_dtype(settings, machine), machine, code)

@@ -82,12 +82,18 @@ def whole(name: str, values: Tensor) -> Piece:
     return Piece(name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
 
 
-def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, saving: bool) -> Iterator[Piece]:
+def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, saving: bool,
+                  site: int | None = None) -> Iterator[Piece]:
     """Yield all tensors of a run's state on this rank, as views.
+
+    With several sites, each has a state of its own, except that the outer optimizer's is the same on all (diloco.py).
+    The names of site 0's tensors are those of a run with one site.
 
     optimizer, routers: a zero.Optimizer, and the model's ep.Routers
     saving: yield only the tensors that this rank writes; all ranks together write every element once
+    site: the site whose state it is, by default this rank's
     """
+    site = groups["sites"].rank if site is None else site
     for bucket in optimizer.buckets:
         part = None
         if saving:  # ranks with the same shard write a part of it each
@@ -95,13 +101,23 @@ def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, sav
         for param, box, place in bucket.pieces(part):
             if not saving or is_first_replica(param.spec, bucket.groups):
                 for what, flat in bucket.state.items():
-                    yield Piece(f"{param.spec.name}/{what}", param.spec.shape, box, flat[place].view(box_shape(box)))
+                    name = f"{param.spec.name}/{what}"
+                    if what not in config.OUTER_STATE:
+                        name = of_site(name, site)
+                    elif saving and site > 0:
+                        continue
+                    yield Piece(name, param.spec.shape, box, flat[place].view(box_shape(box)))
     first = not any(groups[axis].rank for axis in ("data", "tp"))
     numbers = {name: (value, first and groups["pp"].rank == 0) for name, value in optimizer.extra_state().items()}
     biases = {router.name: (router.bias, first) for router in routers}
     for name, (value, is_saved_here) in (numbers | biases).items():
         if is_saved_here or not saving:
-            yield whole(name, value)
+            yield whole(of_site(name, site), value)
+
+
+def of_site(name: str, site: int) -> str:
+    """The name under which a checkpoint has the tensor of a site."""
+    return f"{name}@{site}" if site else name
 
 
 class Stage:
@@ -427,9 +443,16 @@ def fill(reader: dcp.FileSystemReader, metadata: Metadata, pieces: Iterable[Piec
         reader.read_data(planner.plan, planner).wait()
 
 
-def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group) -> None:
-    """The state of a run from a checkpoint of any grid. Raises ValueError on all ranks if it raises on one."""
-    pieces = list(pieces_of_run(optimizer, routers, groups, saving=False))
+def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, group: Group, sites: int = 1) -> None:
+    """Read the state of a run from a checkpoint of any grid.
+
+    sites: how many sites the checkpoint has. If there are fewer now, the state of the others is not read. If there are
+        more, several begin with the same state.
+
+    Raises ValueError on all ranks if it raises on one."""
+    pieces = list(pieces_of_run(optimizer, routers, groups, saving=False, site=groups["sites"].rank % sites))
+    if sites == 1:  # no outer optimizer has run: its state follows from the weights
+        pieces = [piece for piece in pieces if piece.name.rpartition("/")[2] not in config.OUTER_STATE]
     asked = set().union(*gather_objects({piece.name for piece in pieces}, group))
 
     def read_all() -> None:
@@ -439,12 +462,14 @@ def load(path: Path, optimizer, routers: list[torch.nn.Module], groups: Groups, 
         need(not lost, f"{path} has {', '.join(lost[:1])}, in all {len(lost)} more weights, and this model only the "
                        "others: they would be lost")
         for piece in pieces:
-            need(not piece.name.endswith("/master") or piece.values.isfinite().all(),
+            need(not piece.name.partition("@")[0].endswith("/master") or piece.values.isfinite().all(),
                  f"{path}: {piece.name} has values that are not finite: continue from an earlier checkpoint")
     agree(read_all, group)
     for bucket in optimizer.buckets:
         bucket.unsharding.wait()
         bucket.update_weights()
+        if sites == 1 and "outer" in bucket.state:
+            bucket.state["outer"].copy_(bucket.master)
 
 
 def source(path: Path) -> Source:

@@ -45,7 +45,8 @@ from typing import Any, NoReturn, TextIO
 import torch
 import torch.distributed as dist
 
-from core.collectives import MAX, Call, Group, Groups, all_gather, all_reduce, to_device
+from core.collectives import ALONE, MAX, Call, Group, Groups, all_gather, all_reduce, to_device
+from core.config import OUTER_STATE
 from run.cli import say, tell_torchrun
 from run.ranks import record
 
@@ -100,10 +101,13 @@ class Stop:
 
 class Guard:
     """The decisions that all ranks make alike after every step, from numbers summed together with the gradient's norm.
+
+    world: the ranks over which that norm is summed: of one site, if there are several. sites: the others with the same
+    coordinates.
     """
 
-    def __init__(self, stop: Stop, world: Group, device: torch.device):
-        self.stop, self.world, self.device = stop, world, device
+    def __init__(self, stop: Stop, world: Group, device: torch.device, sites: Group = ALONE):
+        self.stop, self.world, self.device, self.sites = stop, world, device, sites
         self.stopping = False  # all ranks have agreed to stop
         self.streak: list[tuple[int, range]] = []  # (step, its samples) of the latest consecutive skipped steps
         self.seconds: list[float] = []  # per rank: its time in the last step minus its waits for collectives
@@ -112,10 +116,11 @@ class Guard:
     def begin_step(self) -> None:
         self.began, self.waited = time.perf_counter(), record.waited_s
 
-    def votes(self) -> torch.Tensor:
-        """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits."""
+    def votes(self, may_stop: bool = True) -> torch.Tensor:
+        """[1 + ranks], to be summed in place: 1 if this rank wants to stop; at 1 + rank, its seconds without waits.
+        may_stop: whether all ranks hear of this wish. Else it waits for a step in which they do."""
         votes = torch.zeros(1 + self.world.size)
-        votes[0] = float(self.stop.wanted())
+        votes[0] = float(may_stop and self.stop.wanted())
         votes[1 + self.world.rank] = time.perf_counter() - self.began - (record.waited_s - self.waited)
         return to_device(votes, self.device)
 
@@ -144,7 +149,8 @@ class Guard:
     def agree_to_stop(self) -> bool:
         """Agree on `stopping` outside of a step, by a separate reduction; every rank must call this."""
         wanted = torch.tensor(float(self.stop.wanted()), device=self.device)
-        all_reduce(wanted, self.world, MAX)
+        for group in (self.world, self.sites):
+            all_reduce(wanted, group, MAX)
         self.stopping = self.stopping or wanted.item() > 0
         return self.stopping
 
@@ -169,7 +175,7 @@ def hash_of(x: torch.Tensor) -> torch.Tensor:
 
 def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, set[str]]]:
     """Yield (name, tensor, axes) of weights, master weights, moments, biases and counters. All ranks of each of these
-    axes must have the same bits.
+    axes must have the same bits. The outer optimizer's state is also the same on all sites (diloco.py).
 
     optimizer, routers: a zero.Optimizer, and the model's ep.Routers"""
     for bucket in optimizer.buckets:
@@ -184,6 +190,8 @@ def replicated_tensors(optimizer, routers: list[torch.nn.Module]) -> Iterator[tu
                 shards = {what: shard for what, shard in shards.items() if shard is not bucket.weight_shard}
             for what, shard in shards.items():
                 axes = replicated if bucket.is_sharded else unsharded
+                if what in OUTER_STATE:
+                    axes = axes | {"sites"}
                 yield f"{param.spec.name}/{what}", bucket.within_shard(shard, start, stop), axes
     for router in routers:
         yield router.name, router.bias, {"data", "tp"}

@@ -181,8 +181,9 @@ def main(arguments: list[str]) -> None:
         print(f"run.generate: {error}", file=sys.stderr)
         sys.exit(2)
     published = os.path.isfile(os.path.join(path, "config.json"))
-    default_grid = ("--dp auto --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on --pp 1 "
-                    "--schedule 1f1b --virtual-stages auto --ep 1 --zero 0 --recompute none --offload none").split()
+    default_grid = ("--sites 1 --dp auto --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on "
+                    "--pp 1 --schedule 1f1b --virtual-stages auto --ep 1 --zero 0 --recompute none "
+                    "--offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
     no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0",
                    "--metrics", "", "--tensorboard", "", "--wandb", "",

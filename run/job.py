@@ -23,6 +23,7 @@ import torch
 from core import collectives, config
 from core.collectives import ALONE, MAX, Group, Groups, all_reduce
 from core.config import need
+from core.groups import within_site
 from core.param import IGNORED, Source, Spec, draw
 from plan import search
 from pp import Pipeline, profile_range
@@ -166,7 +167,8 @@ class Run:
         settings, state, run = self.settings, self.state, self.settings.run
         self.local_micro_batches = local_micro_batches
         self.log.begin(state.step)
-        guard = self.guard = faults.Guard(self.stop, self.groups["world"], self.device)
+        world, sites = within_site(self.groups)["world"], self.groups["sites"]
+        guard = self.guard = faults.Guard(self.stop, world, self.device, sites)
         measured = run.metrics and settings.grid.cp == 1 and self.groups["data"].size > 1
         self.noise = GradientNoise(self.optimizer, self.groups["data"].size) if measured else None
         unread: Step | None = None
@@ -179,7 +181,8 @@ class Run:
                 if unread:
                     self.log.write(read_results(self, unread))
                 unread, due = step, due_after(self, step.number)
-                reads_now = guard.stopping or due or not reads_late(self.device)
+                heard = settings.grid.sites > 1 and settings.sites_meet(state.step)  # requests to stop, by all sites
+                reads_now = guard.stopping or due or heard or not reads_late(self.device)
                 if reads_now and not self.too_many_skipped():
                     record, unread = read_results(self, step), None
                     self.log.write(record | pause(self, due))
@@ -191,16 +194,18 @@ class Run:
 
     def to_sum(self) -> torch.Tensor:
         """What Optimizer.step is to sum over ranks: votes of faults.Guard, and the two squares of GradientNoise."""
-        votes = self.guard.votes()
+        votes = self.guard.votes(may_stop=self.settings.sites_meet(self.step.number + 1))
         return torch.cat((votes, self.noise.squares())) if self.noise else votes
 
     def end_step(self, lr: float, results: dict[str, torch.Tensor]) -> None:
         """Take the results of a step, which the device may still be computing: the summed `to_sum` and the metrics. The
         host reads them later."""
-        state, step, votes = self.state, self.step, results.pop("to_sum")
+        state, step, votes, sites = self.state, self.step, results.pop("to_sum"), self.settings.grid.sites
         if self.noise:
             votes, squares = votes.tensor_split([-2])
-            results |= self.noise.estimate(len(step.samples) * self.settings.batch.seq_len, squares)
+            results |= self.noise.estimate(len(step.samples) // sites * self.settings.batch.seq_len, squares)
+        if self.settings.sites_meet(step.number + 1):
+            all_reduce(votes[:1], self.guard.sites)  # requests to stop
         state.step, state.samples, state.tokens = state.step + 1, step.samples.stop, step.tokens
         step.results = HostCopy(votes=votes, **results)
         step.lr, step.sent, step.micro_batches = lr, collectives.sent.copy(), []
@@ -283,6 +288,7 @@ def initial_weights(settings: config.Config) -> Source:
 def load_first(run: Run, source: Source) -> None:
     """Weights, and the biases of routers, which random weights begin with 0."""
     run.optimizer.load(source)
+    run.optimizer.load(source, "outer")  # with several sites: as if they had just exchanged them
     for router in run.model.routers:
         spec = Spec(router.name, tuple(router.bias.shape))
         router.bias.copy_(source(spec, (slice(0, len(router.bias)),)))
@@ -304,7 +310,7 @@ def find_whole(candidates: list[Path], group: Group) -> Path:
 def restore(run: Run, path: Path, saved: dict) -> None:
     """Load the checkpoint at `path` into the run. saved: its run.json."""
     run.state.restore(saved)
-    checkpoint.load(path, run.optimizer, run.model.routers, run.groups, run.host)
+    checkpoint.load(path, run.optimizer, run.model.routers, run.groups, run.host, saved["grid"]["sites"])
 
 
 def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
@@ -403,7 +409,7 @@ def pause(run: Run, due: set[str]) -> dict:
             record["val_loss"] = validation_loss(run)
     saves = run.saver and ("save" in due or guard.stopping)
     if asked.check_replicas and ("check" in due or saves):
-        record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, run.groups)
+        record["check_replicas_s"] = faults.check_replicas(run.optimizer, run.model.routers, within_site(run.groups))
     if saves:  # in the background
         state.activity = f"saving {after}"
         with cli.told_if_slow("waiting for the save before this one"):
@@ -536,7 +542,7 @@ def mean_loss(model: torch.nn.Module, pipeline: Pipeline, global_batches: Iterab
     for given in global_batches:
         engine = pipeline.engine(len(given), evaluating=True)
         engine.run(partial(forward, given), model.boundary_shape(given[0].tokens), model.execution.dtype)
-    for axis in ("data", "pp"):
+    for axis in ("data", "pp", "sites"):  # each site evaluates its weights on its part of the samples
         all_reduce(summed, groups[axis])
     loss, tokens = summed.tolist()
     return loss / tokens if tokens else None

@@ -212,6 +212,7 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built: int
     ramp = f"; ramp {batch.batch_ramp}" if batch.batch_ramp else ""
     memory = memory_of_rank(settings, groups.get("pp", ALONE).rank, fused)
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in memory.items())
+    of_sites = f" x sites {grid.sites}" if grid.sites > 1 else ""
     active = f" ({total.active:,} active)" if model.experts else ""
     lines = [f"device  {device}, {precision.dtype}{fp8}", f"grid    {grid_line(grid, model)}"]
     if settings.grid_is_example:
@@ -220,8 +221,8 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built: int
         lines.append(f"        (chosen to show the axes; --dp {ranks} is pure data parallelism{small})")
     lines += [
         f"batch   global batch {sequences} = micro {batch.micro_batch} x accum "
-        f"{sequences // batch.micro_batch // grid.dp} x dp {grid.dp}; {sequences * batch.seq_len:,} tokens per "
-        f"step{ramp}",
+        f"{sequences // batch.micro_batch // grid.batch_shares} x dp {grid.dp}{of_sites}; "
+        f"{sequences * batch.seq_len:,} tokens per step{ramp}",
         f"model   {model.preset}: {built or total.total:,} parameters{active}; "
         f"rank {groups.get('world', ALONE).rank} needs about {format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
@@ -250,10 +251,11 @@ def grid_line(grid: config.Grid, model: config.Model) -> str:
         holds, sharded = "computes with", f", holds 1/{shards} of its {state}"
     if sharded and grid.dp_replicate > 1:
         sharded += f" in {grid.dp_replicate} replicas"
-    parts = (grid.dp, "of the sequences"), (grid.cp, "of each sequence")
+    parts = (grid.batch_shares, "of the sequences"), (grid.cp, "of each sequence")
     reads = ", ".join(f"1/{ranks} {of}" for ranks, of in parts if ranks > 1)
-    return (f"pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: a rank {holds} "
-            f"{layers}{sharded}{', and reads ' + reads if reads else ''}")
+    sites = f"sites {grid.sites} x " if grid.sites > 1 else ""
+    return (f"{sites}pp {grid.pp} x dp {grid.dp} x cp {grid.cp} x tp {grid.tp}{experts}, zero {grid.zero}: "
+            f"a rank {holds} {layers}{sharded}{', and reads ' + reads if reads else ''}")
 
 
 def peak_memory(device: torch.device) -> float:

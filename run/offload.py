@@ -18,6 +18,7 @@ are done, and the copies before it in its direction. docs/NOTES.md says what bot
 
 train.py passes OffloadedState to zero.py, and HostRows to recompute.py.
 """
+import os
 from collections.abc import Sequence
 from functools import cache
 
@@ -120,6 +121,17 @@ class CopyToHost(Pending):
         return super().wait()
 
 
+def use_share_of_cores() -> None:
+    """Let torch compute with this rank's share of the host's cores: all that it may use, divided by this host's ranks.
+
+    torchrun gives each rank one thread (OMP_NUM_THREADS=1). That suits ranks that only launch kernels, but the update
+    of offloaded state would take as many times longer as the rank could use cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(torch.get_num_threads(), share))
+
+
 class OffloadedState:
     """The optimizer state of a zero.ShardedBucket in the host's memory, where the CPU updates it.
 
@@ -131,6 +143,8 @@ class OffloadedState:
         self.device, length = bucket.device, len(bucket.weight_shard)
         self.grad, self.weights = self.zeros(length, bucket.acc_dtype), self.zeros(length, bucket.weights.dtype)
         self.weights_copied = Copied()
+        if self.device.type == "cuda":  # ranks on CPUs compute all else there, too, and keep their threads
+            use_share_of_cores()
 
     def zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return host_zeros(length, dtype, self.device)

@@ -138,6 +138,7 @@ def test_a_failing_row_harms_no_other_and_the_same_command_goes_on_where_it_ende
     (partial(bench.check, ["ep"], ranks=1), "--layers 2", "--layers 2: ep has fixed sizes and needs no flags"),
     (partial(bench.check, ["gpu", "dp"], ranks=1), "", "gpu shares no run: its flags are not those of train.py"),
     (partial(bench.check, ["dp", "train"], ranks=4), "", "train is for one process, not 4 ranks: run python -m "),
+    (partial(bench.check, ["gpu"], ranks=1), "--limt 3", "--limt 3: gpu knows --limit"),  # also without a GPU
     pytest.param(partial(bench.check, ["gpu"], ranks=1), "", "gpu needs a GPU, and there is none here",
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"))])
 def test_what_a_part_cannot_do_is_refused_in_a_line(refuse, flags, message):
@@ -187,7 +188,9 @@ def on_a_small_cpu():
 
 BF16 = {"bf16", *config.FP8_RECIPES}
 SMALL_ROWS = [  # function, arguments, its contenders
-    ("norm_programs", (), {f"{count} programs" for count in (kernels.PROGRAMS, 528, 1056)}),
+    ("norm_programs", (), {"2 programs", "4 programs", "8 programs"}),  # of one SM
+    ("sum_of_copies", (2,), {"ours", "embedding_bag"}),
+    ("expert_gradients", (3, 40, 48, 16), {"ours", "a matmul per expert"}),
     ("loss", (300, 64), {"ours", "compiled", "eager"}),
     *(("attention", (step, 1, 64, 4, 2, 16), {"ours", "cuDNN", "torch's flash"}) for step in ("forward", "backward")),
     *(("attention", (step, 1, 64, 4, 2, 16, 3), {"ours", "torch's, with a mask"}) for step in ("forward", "backward")),
@@ -234,6 +237,7 @@ def test_kernels_are_listed_by_the_time_that_they_take_which_is_split_by_their_n
             ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"), ("cross_entropy_kernel", "loss"),
             ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"), ("sm90_xmma_gemm_bf16bf16_bf16f32", "GEMM"),
             ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+            ("expert_gradients_kernel", "GEMM"), ("sum_rows_kernel", "elementwise"),
             ("rms_norm_backward_kernel", "elementwise"), ("vectorized_elementwise_kernel", "elementwise")]:
         assert training.kind_of(kernel) == kind
 
@@ -356,7 +360,7 @@ def test_check_finds_kernels_that_are_wrong_or_do_not_run(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         check.main(["--preset", "tiny"])
     right = verdicts(capsys)
-    assert not ended.value.code and set(right.values()) == {"ok"} and len(right) == 2 * 8
+    assert not ended.value.code and set(right.values()) == {"ok"} and len(right) == 2 * 9 + 1
     rope_ = kernels.rope_
     monkeypatch.setattr(kernels, "rope_", lambda x, cos, sin, *rest: rope_(x, cos, 1.001 * sin, *rest))
     monkeypatch.setattr(kernels, "swiglu_kernel", Broken("swiglu_kernel"))

@@ -152,6 +152,18 @@ def test_stages_are_rows_and_programs_and_each_of_them_once():
     assert sorted([*rows, *gpu.OUTPUTS]) == sorted(gpu.STAGES) and gpu.Flags().only == [*gpu.STAGES]
 
 
+def test_the_results_have_a_table_of_all_that_the_first_gpu_will_show():
+    """In the order in which it is measured, with what is expected of an H200."""
+    rows, wanted = gpu_rows.rows_of(int(CARDS["H200"])), []
+    for stage in gpu.STAGES:
+        wanted += [(stage, row.name, row.expected) for row in rows.get(stage, [])]
+        wanted += [(stage, f"{stage}.txt: {name}", program.expected)
+                   for name, program in gpu.OUTPUTS.get(stage, {}).items()]
+    section = Path(ROOT, "docs/RESULTS.md").read_text().partition("\n## The first GPU\n")[2]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    assert [tuple(cells[:3]) for cells in lines[2:]] == wanted and all(cells[3] for cells in lines)
+
+
 def test_modules_grids_and_flags_of_programs_exist():
     for program in (*gpu.RIGHT.values(), gpu.NCCL):
         assert program.arguments[0] == "-m" and find_spec(program.arguments[1]) and program.expected
@@ -357,7 +369,9 @@ def test_the_probe_finds_here_what_is_expected_there():
             assert text == expected or all(low <= float(error) <= high for error in text.split()), question
     assert found["an FP8 scale has the bits of a CPU"][0] == "True"
     assert found["amax / 448 has the bits of a CPU"][0] == "True"  # on a GPU it has not
-    assert found["copies of tokens for experts"][0] == "gather 0.00 TB/s, embedding_bag 0.00 TB/s"
+    assert found["copies of tokens for experts"][0] == "gather 0.00 TB/s, sum 0.00 TB/s"
+    choice, *errors = found["latent attention, values of 128 not padded to 192"][0].split()
+    assert choice == "MATH" and all(1e-3 < float(error) < 6e-3 for error in errors) and len(errors) == 4
 
 
 def test_a_question_that_fails_says_how():

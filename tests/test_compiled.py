@@ -28,6 +28,9 @@ for other in None, x:
     kernels.rms_norm_backward(x, other, x, weight, 1e-5)
 kernels.rope_(x.view(1, 256, 32, 128), torch.ones(256, 1, 64), torch.ones(256, 1, 64), 24)
 kernels.swiglu(x, kernels.swiglu(x))
+experts = torch.zeros(4, dtype=torch.int32)
+kernels.add_expert_gradients(torch.zeros(4, 4096, 4096), x, x, experts)
+kernels.sum_rows(x, one.long(), one.long())
 kernels.cross_entropy_(torch.zeros(256, 128256, dtype=torch.bfloat16), one.long(), one, one, loss_grad=one,
                        first=0, z_loss=0.0, statistics=True, gradient=True)
 for dtype in torch.float8_e4m3fn, torch.float8_e5m2:
@@ -65,9 +68,12 @@ def test_attention_for_sm_90_spills_nothing_and_uses_its_matmul(tmp_path, compil
 def test_small_kernels_for_sm_90_spill_nothing_and_move_16_bytes_at_once(tmp_path, compiler):
     found = compiled(SMALL_KERNELS, compiler, tmp_path)
     names = {name for module in (kernels, flash, fp8_kernels) for name in vars(module) if name.endswith("_kernel")}
-    assert {name for name, _ in found} == names - MATMULS.keys() and len(found) == 8 + 6
+    assert {name for name, _ in found} == names - MATMULS.keys() and len(found) == 10 + 6
     for name, used in found:
         fits(name, used)
+    experts = dict(found)["expert_gradients_kernel"]
+    assert experts["wgmma"]
+    assert experts["REG"] <= 128 and 2 * experts["shared"] <= 227 * 1024, "two programs do not fit on an SM"
     casting = [used for name, used in found if name == "quantise_kernel"]
     for i, used in enumerate(casting):
         width, num_warps = ((64, 8), (128, 8), (128, 16))[i % 3]  # one scale, blocks, tiles

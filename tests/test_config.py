@@ -28,6 +28,10 @@ WRONG = [
     (2, "--tp 2 --seq-len 255 --micro-batch 1", "--tp 2 cannot share --micro-batch 1 x --seq-len 255 = 255 tokens"),
     (1, "--help-me", "--help-me: unknown flag, --help lists all"),
     (1, "--preset llama-9b", "--preset llama-9b: unknown, use one of tiny, smollm-135m"),
+    (8, "--sites 2 --tp 2 --dp 4",
+     "--sites 2 x --dp 4 x --cp 1 x --tp 2 x --pp 1 = 16 ranks, and there are 8: use --dp 2, or start 16"),
+    (8, "--sites 2 --pp 3", "--pp 3 does not divide the ranks of a site (4): use one of 1, 2, 4, or start more ranks"),
+    (8, "--sites 2 --global-batch 20", "--global-batch 20 is not a multiple of --sites 2 x --dp 4: use 16 or 24"),
     (8, "--global-batch 20", "--global-batch 20 is not a multiple of --dp 8: use 16 or 24"),
     (8, "--micro-batch 3", "--micro-batch 3 does not divide a rank's share of --global-batch 16 (2): use one of 1, 2"),
     (1, "--batch-ramp 16", '--batch-ramp "16": write sequences@tokens'),
@@ -126,6 +130,7 @@ REFUSED = [(changed(field), f"needs {config.flag(field.metadata['needs'])}")
     ("--kv-lora-rank 8 --rope-head-dim 4", "needs as many --kv-heads as --heads"),
     (f"{LATENT} --qk-norm", "needs neither --qk-norm nor --qkv-bias"),
 
+    ("--sites 3", "does not divide the number of ranks (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
     ("--pp 3", "does not divide the number of ranks (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
     ("--tp 3", "does not divide the ranks that --pp leaves (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
     ("--cp 3", "does not divide the ranks that --pp and --tp leave (8): use one of 1, 2, 4, 8, or start more ranks"),
@@ -175,7 +180,21 @@ REFUSED = [(changed(field), f"needs {config.flag(field.metadata['needs'])}")
 
     ("--offload optimizer --dry-run 0/8", "needs a real run: "),
     ("--grid auto --dry-run 0/8", "needs a real run: "),
-    ("--mask-documents --dry-run 0/8", "needs a real run: ")]
+    ("--mask-documents --dry-run 0/8", "needs a real run: "),
+
+    ("--sync-fragments 3 --sites 2", "does not divide --sync-every (50): use one of 1, 2, 5, 10, 25, 50"),
+    ("--sync-fragments 5 --sites 2", "needs at least as many --layers"),
+    ("--sync-overlap 25 --sites 2 --sync-fragments 2", "needs a --sync-every / --sync-fragments above it"),
+    ("--outer-momentum 1.0 --sites 2", "needs a value below 1"),
+    ("--sync-dtype bf16 --sites 2 --dtype fp64", "needs another --dtype than fp64"),
+    ("--sync-every 30 --sites 2", "does not divide --steps (200): use one of 1, 2, 4, 5, 8, 10, 20, 25, 40, 50, "),
+    ("--sync-every 50 --sites 2 --save-every 25 --checkpoint-dir a", "does not divide --save-every (25): use one of "),
+    (f"--sync-every 50 --sites 2 --eval-every 20 --val-data {__file__}", "does not divide --eval-every (20): use one "),
+    ("--sync-every 50 --sites 2 --check-replicas 10", "does not divide --check-replicas (10): use one of 1, 2, 5, 10"),
+    ("--offload optimizer --sites 2", "needs --sites 1: the outer optimizer's state stays on the device"),
+    ("--rewind 1 --sites 2 --save-every 50 --checkpoint-dir a", "needs --sites 1: sites skip different steps"),
+    ("--grid auto --sites 2", "needs --sites 1: the planner knows no sites"),
+    ("--sites 2 --dry-run 0/8", "needs a real run: --dry-run shows one step")]
 
 
 def what_refuses(line: str) -> int | None:
@@ -235,7 +254,8 @@ def test_help_names_the_setting_that_a_setting_needs():
 POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta", "rope_scaling", "norm_eps", "top_k",
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
             "seq_len", "global_batch", "mtp_weight", "eval_steps", "timeout", "head_dim", "v_head_dim", "expert_ffn",
-            "virtual_stages", "micro_batch", "lr", "sample_tokens", "sample_top_p"}
+            "virtual_stages", "micro_batch", "lr", "sample_tokens", "sample_top_p", "sites", "sync_every", "outer_lr",
+            "sync_fragments"}
 
 
 @pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.type in (int, float)
@@ -245,6 +265,8 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
     others, ranks = f"--experts 8 --mtp --val-data {__file__} --checkpoint-dir no/such/folder --save-every 1", 1
     if field.name == "virtual_stages":
         others, ranks = "--pp 2 --schedule interleaved", 2
+    if field.metadata["needs"] == "sites":
+        others, ranks = "--sites 2", 2
     flag, wrong = config.flag(field.name), "1.5" if field.type is int else "soon"
     outside = ["-7"] + ["0"] * (field.name in POSITIVE) + ["inf", "nan"] * (field.type is float)
     refused = {value: f"^{flag} ({field.type(value)}|{value})\\b" for value in outside}

@@ -68,6 +68,10 @@ SHOWN = [  # file, ranks, what some line has
     ("muon", 1, ["each shard of 2 ranks orthogonalised alone: 71% off",  # and the figure of muon.py
                  "w2: rows 0 to 3 on rank 0. Rank 0 owns it; 0 elements are sent",
                  "w3: rows 0 to 1 on rank 0 and rows 2 to 3 on rank 1. Rank 1 owns it; 16 elements are sent"]),
+    ("diloco", 4, [*(f"{name:20s}{2 * 3 * 64 * 8 // 4 * times:20,d}" for name, times in (  # 64 weights in fp64
+        ("data parallelism", 64), ("DiLoCo, H = 1", 64), ("DiLoCo, H = 4", 16), ("DiLoCo, H = 16", 4))),
+        "fragment 0    . b . e . . . . . . . . . b . e .", "fragment 2    . . . . . . . . . b . e . .",  # after 12 more
+        "fp32    4.00 bytes per element, relative error 0.0000", "bf16    2.00", f"int8    {1 + 4 / 128:.2f}"]),
     ("optimizers", 1, ["adamw   2 moments", "sgd     0 moments", "changes x by 0.0", "less than 1e-14: True",
                        "32,768, 16,384, 16,384, 32,768, 32,768, 65,536"]),
     ("core.param", 1, ["tp rank 1 has the box [3:6, 0:4]", "wq[4:5, 2:4], which are elements 6:8\n",  # its figure

@@ -29,6 +29,7 @@ import ep
 import fp8
 import fp8_kernels
 import kernels
+import operations
 import tp
 import train
 from core import collectives, config, gradients, rules
@@ -465,6 +466,35 @@ def test_with_one_scale_the_kernel_needs_no_whole_tiles_and_no_rows(T, K):
     """Nor rows that are contiguous."""
     x = normal(K, T, dtype=torch.float32).t()
     assert same(x, E4M3, scale=torch.tensor(0.005)) and (T or same(x, E4M3))
+
+
+@pytest.mark.parametrize("name, N, K", [("tensorwise", 40, 144), ("tensorwise", 256, 80), ("blockwise", 256, 384)])
+def test_one_launch_makes_both_copies_of_all_experts_weights(monkeypatch, name, N, K):
+    """Those of each expert alone, at the scale of all with one scale; nothing else makes FP8. 40: padded to 48."""
+    experts, made = weight(normal(3, N, K, dtype=torch.float32)), []
+    experts.data[2] *= 100
+    layer = Fp8Experts(FP8_RECIPES[name], torch.float32)
+    scale = layer.agreed_scale(experts, E4M3, ())
+    alone = [quantise(matrix, E4M3, scale, tiles=scale is None) for matrix in experts.detach()]
+
+    def see(function, args, kwargs, out):
+        if isinstance(out, torch.Tensor) and out.dtype == E4M3 and not function.is_view:
+            made.append(function.overloadpacket)
+
+    def launch(*args, **options):
+        with torch.utils._python_dispatch._disable_current_modes():  # the interpreter copies what a kernel is given
+            made.append("launch")
+            kernels.launch(*args, **options)
+
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: True)
+    monkeypatch.setattr(fp8_kernels, "launch", launch)
+    with Watch(see):
+        copies = layer.quantise_weight((experts,))
+    assert made == 2 * [torch.ops.aten.new_empty] + ["launch"]
+    for copy, wanted in zip(copies, zip(*alone)):
+        for i, matrix in enumerate(wanted):
+            assert torch.equal(copy.select(i).data.float(), matrix.data.float())
+            assert torch.equal(copy.select(i).scales, matrix.scales)
 
 
 def test_weights_side_by_side_in_a_buffer_are_quantised_without_a_copy():

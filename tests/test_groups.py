@@ -137,3 +137,22 @@ def test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together(fl
         collectives.all_reduce(torch.zeros(4), made["muon"])
         collectives.all_reduce(torch.zeros(8), made["world"])
     assert sorted(names.values()) == axes and collectives.sent == {"muon": 2 * 3 * 4, "world": 2 * 6 * 4}
+
+
+@pytest.mark.parametrize("flags", ["", "--pp 2 --tp 2", "--tp 8 --kv-heads 2", "--zero 1 --dp-replicate 2 --cp 2",
+                                   "--cp 4 --cp-style ring --cp-ulysses 2", f"{MIXTRAL} --tp 2 --ep 4"])
+def test_the_groups_of_each_site_are_those_of_a_run_with_one_site(flags):
+    """3 sites of 8 ranks, one site's after the other's. Ranks in the same place of all sites are a group of "sites"."""
+    batch = "--micro-batch 1 --global-batch 48 --sync-every 2"
+    alone = grids.settings_of(f"{flags} --micro-batch 1 --global-batch 48", 8)
+    settings = grids.settings_of(f"{flags} {batch} --sites 3", 24)
+    want = groups.members_of_axes(alone.grid, alone.model, 8)
+    found = groups.members_of_axes(settings.grid, settings.model, 24)
+    assert sorted(found.pop("sites")) == [[rank, rank + 8, rank + 16] for rank in range(8)]
+    assert found.pop("world") == [[*range(24)]]
+    assert found.pop("site") == [[*range(first, first + 8)] for first in (0, 8, 16)]
+    del want["world"]
+    assert found.keys() == want.keys()
+    for axis, members in want.items():
+        sites = [[rank + 8 * site for rank in ranks] for site in range(3) for ranks in members]
+        assert sorted(found[axis]) == sorted(sites), axis

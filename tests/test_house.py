@@ -42,6 +42,7 @@ model
 mla
 zero
 muon
+diloco
 optimizers
 dp
 tp
@@ -83,8 +84,8 @@ bench.__init__ core.__init__ learn.__init__ plan.__init__ run.__init__
 """
 SHARED = {"core.collectives", "schedules", "core.param", "core.gradients", "operations", "recompute", "kernels",
           "flash", "sdpa", "core.config", "optimizers"}
-TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "tp": set(), "cp": set(), "pp": {"schedules"},
-              "ep": set(), "fp8": {"fp8_kernels"}}
+TECHNIQUES = {"dp": set(), "zero": {"dp", "muon"}, "muon": set(), "diloco": set(), "tp": set(), "cp": set(),
+              "pp": {"schedules"}, "ep": set(), "fp8": {"fp8_kernels"}}
 # Files of the root without a demo yet. train.py is the demo of all of them.
 WITHOUT_DEMO = {"train"}
 

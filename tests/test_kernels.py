@@ -13,6 +13,7 @@ from ahead import run
 from exact import DEVICE, Broken, compare, dense_attention, gpu, is_refused, leaves, numbers
 
 import cp
+import ep
 import flash
 import fp8
 import fp8_kernels
@@ -49,6 +50,13 @@ def uses_kernels(monkeypatch, request):
     monkeypatch.setattr(operations, "uses_kernels", lambda x: getattr(request, "param", True))
 
 
+def test_programs_that_share_rows_are_two_per_sm_of_the_gpu(monkeypatch):
+    for sms in 132, 78:  # an H200, an H20
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda device, sms=sms: SimpleNamespace(multi_processor_count=sms))
+        assert kernels.count_programs.__wrapped__(torch.device("cuda")) == 2 * sms
+
+
 kernel_or_torch = pytest.mark.parametrize("uses_kernels", [False, True], indirect=True)
 
 
@@ -57,7 +65,7 @@ kernel_or_torch = pytest.mark.parametrize("uses_kernels", [False, True], indirec
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 16), (1, 1), (20, 1000), (1, 2 ** 15)])
 def test_rms_norm(shape, monkeypatch, uses_kernels):
     """Alone, where the stream is returned, too, and of a sum."""
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than rows, and no divisor
+    monkeypatch.setattr(kernels, "count_programs", lambda device: 3)  # fewer than rows, and no divisor
     x, weight, residual = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, seed=2)
     compare(*(lambda x, weight, norm=norm: norm(x, weight)[1] for norm in NORM[:2]), [x, weight])
     compare(*NORM[:2], [x, weight])
@@ -249,6 +257,66 @@ def test_gradients_that_nobody_wants_are_not_made(monkeypatch):
     assert x.grad is None and weight.grad is not None
 
 
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+TABLE = torch.randint(-1, 5, (7, 3), generator=torch.Generator().manual_seed(3), device="cpu")  # -1 and 4: no copy
+TABLE[2] = -1
+TABLE = TABLE.to(DEVICE)
+COPIES = ep.sort_copies(TABLE, 4, 12)
+
+
+def sum_of_copies(x: torch.Tensor) -> torch.Tensor:
+    """Copies are sorted by destination, and those of one destination by item."""
+    items = [item for destination in range(4) for item, row in enumerate(TABLE.tolist()) if destination in row
+             for _ in range(row.count(destination))]
+    return x.new_zeros(7, x.shape[1]).index_add(0, torch.tensor(items, device=DEVICE), x)
+
+
+@pytest.mark.parametrize("width", [1, 20, 1300])  # 1300: two programs an item
+def test_copies_of_tokens_are_summed(uses_kernels, width):
+    """By combine's forward, and dispatch's backward. Item 2 has no copy."""
+    assert (TABLE[2] < 0).all() and len(COPIES.cells) == 12 == ((TABLE >= 0) & (TABLE < 4)).sum()
+    compare(combined, sum_of_copies, [numbers(12, width)])
+    compare(lambda x: ep.Permute.apply(x, COPIES), lambda x: x[COPIES.cells // 3], [numbers(7, width)])
+
+
+def test_copies_in_16_bits_are_summed_in_fp32_and_in_order():
+    """1 + 2^-11 + 2^-11 is 1 + 2^-10, though 1 + 2^-11 is 1 in fp16."""
+    x = torch.tensor([[2.0 ** -11], [1.0], [2.0 ** -11]], dtype=torch.float16, device=DEVICE)
+    order, starts = torch.tensor([1, 0, 2], device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert kernels.sum_rows(x, order, starts).item() == 1 + 2.0 ** -10
+    assert kernels.sum_rows(x[:0], order[:0], starts).item() == 0
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0], [70, 0, 0, 129]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weight_gradients_of_all_experts_are_added_by_one_launch(uses_kernels, counts, dtype):
+    """To fp32. A matrix of an expert without rows keeps its bits. The host reads nothing: a route has only `ends`."""
+    ends, start = torch.tensor(counts, device=DEVICE).cumsum(0).int(), 0
+    dy, x = (numbers(sum(counts), width, dtype=dtype) for width in (40, 70))
+    dw = numbers(len(counts), 40, 70)
+    before, route = dw.clone(), SimpleNamespace(ends=ends)
+    with patch.object(kernels, "launch", Mock(wraps=kernels.launch)) as launch:
+        if dtype == torch.float16:
+            ep.GroupedMatmul().wgrad(dw, dy, x, route)
+        else:  # matmuls of torch are faster there
+            kernels.add_expert_gradients(dw, dy, x, ends)
+    assert launch.call_count == 1
+    for got, old, count in zip(dw, before, counts):
+        rows, start = slice(start, start + count), start + count
+        exact = old.double() + torch.einsum("rn,rk->nk", dy[rows].double(), x[rows].double())
+        assert torch.equal(got, old) if count == 0 else (got - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_weight_gradients_of_experts_are_not_rounded_before_they_are_added():
+    """1 + 2^-12 is 1 in 16 bits."""
+    dy, x = torch.ones(2, 16, dtype=torch.float16), torch.ones(2, 16, dtype=torch.float16)
+    x[1], dw = 2.0 ** -12, torch.zeros(1, 16, 16)
+    dy, x, dw, ends = (tensor.to(DEVICE) for tensor in (dy, x, dw, torch.tensor([2], dtype=torch.int32)))
+    kernels.add_expert_gradients(dw, dy, x, ends)
+    assert (dw == 1 + 2.0 ** -12).all()
+
+
 # ---- kernels that do not run: torch computes in their place ----------------------------------------------------------
 
 def break_kernels(monkeypatch, *names: str) -> tuple[list[Broken], dict[str, str]]:
@@ -265,10 +333,15 @@ DOCUMENTS = torch.arange(20, device=DEVICE)[None] // 7
 ATTENTIONS = [(partial(flash.flash_attention, mask=mask), lambda q, k, v, mask=mask: dense_attention(q, k, v, mask)[0],
                [(1, 4, 20, 16), (1, 2, 20, 16), (1, 2, 20, 16)])
               for mask in (operations.CAUSAL, operations.Mask(window=6), operations.Mask(documents=(DOCUMENTS,) * 2))]
+def combined(x: torch.Tensor) -> torch.Tensor:
+    return ep.Combine.apply(x * 1, SimpleNamespace(to_experts=COPIES, to_ranks=None))
+
+
 REPLACED = {  # kernel -> what launches it: ours, the same in torch, the shapes of the inputs
     "rms_norm_kernel": [NORM], "rms_norm_backward_kernel": [NORM],
     "rope_kernel": [(*rotation(numbers(6, 1, 4), [3, 1, 2]), [(2, 6, 6, 8)])],
     "swiglu_kernel": [(operations.swiglu, kernels.swiglu_reference, [(7, 20)])],
+    "sum_rows_kernel": [(combined, sum_of_copies, [(12, 20)])],
     "cross_entropy_kernel": [(*entropy(some_labels(11, 37), 0.1, chunk=4), [(11, 8), (37, 8)])],
     "flash_forward_kernel": ATTENTIONS, "flash_dq_kernel": ATTENTIONS, "flash_dkv_kernel": ATTENTIONS}
 
@@ -330,7 +403,8 @@ def test_a_run_in_which_no_kernel_works_is_one_with_kernels_torch(monkeypatch, t
         assert not any(kernel.tries for kernel in broken)
         runs.run(f"{flags} --kernels {kind} --metrics {tmp_path}/{kind}")
         found.append([record[key] for record in runs.metrics(tmp_path / kind) for key in ("loss", "grad_norm")])
-    unused = {"flash_dkv_kernel"} | ({"quantise_kernel"} if not fp8_flags else set())  # dkv: dq failed before it
+    unused = {"flash_dkv_kernel", "sum_rows_kernel", "expert_gradients_kernel"}  # dkv: dq failed before it; no experts
+    unused |= {"quantise_kernel"} if not fp8_flags else set()
     assert set(failed) == set(names) - unused and {kernel.tries for kernel in broken} == {0, 1}
     assert found[1] == pytest.approx(found[0], rel=tolerance) and len(found[0]) == 2 * 3
 

@@ -205,6 +205,21 @@ def test_gradients_leave_while_the_cpu_updates(events):
         f"host waits for {number}", "host waits for 0", f"fetch {-number}", f"kernels wait for {-number}")]
 
 
+def test_an_offloaded_update_has_the_cores_of_the_host_divided_by_its_ranks(monkeypatch):
+    """Under torchrun a rank has one thread. Nobody gets fewer threads than before."""
+    monkeypatch.setattr(offload, "host_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(offload.os, "sched_getaffinity", lambda process: range(7))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: asked.append(count))
+    for device, before, ranks, want in (("cuda", 1, 2, 3), ("cuda", 1, 8, 1), ("cuda", 4, 2, 4), ("cpu", 1, 2, 1)):
+        asked = [before]
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        weights = torch.zeros(4)
+        offload.OffloadedState(SimpleNamespace(device=torch.device(device), weight_shard=weights, weights=weights,
+                                               acc_dtype=weights.dtype))
+        assert asked[-1] == want, (device, before, ranks)
+
+
 # ---- live bytes by device -------------------------------------------------------------------------------------------
 
 class ByDevice(Meter):

@@ -26,11 +26,12 @@ import plan.step_time
 import schedules
 import train
 from core import config, rules
-from core.groups import members_of_axes
+from core.groups import build_groups, members_of_axes
 from dp import assign_to_buckets
 from plan import costs, machines, scaling, search
 from plan.machines import MACHINES, Level, Machine
 from plan.step_time import Code, Run, Seconds
+from run import dryrun
 
 
 def run_for(flags: str, ranks: int = 0, machine: str = "h100", **rest) -> Run:
@@ -615,7 +616,8 @@ STEP = ("--preset llama-3.1-8b --dp 2 --cp 2 --tp 4 --pp 2 --zero 1 --seq-len 81
     ("step --hidden 256 --layers 8 --heads 4 --vocab 1000 --seq-len 512 --global-batch 64 --micro-batch 64 "
      "--recompute full --offload activations --gpus 1", ["  offload "]),
     ("scaling --preset llama-3.1-8b --dp 8 --global-batch 64 --micro-batch 1 --train-tokens 1e12", [
-        "= 557.7 PF-days", '--batch-ramp "', *scaling.optima(1e21), *scaling.TRAININGS, *scaling.MODELS])])
+        "= 557.7 PF-days", '--batch-ramp "', *scaling.optima(1e21), *scaling.TRAININGS, *scaling.MODELS]),
+    (f"sites {STEP} --sites 3 --global-batch 96", ["3 sites of 32 x h100", scaling.EPOCH, "0.208 s, which is 5% "])])
 def test_what_is_asked_for_is_printed(capsys, command, words):
     out = printed(capsys, command)
     assert [word for word in words if word not in out] == []
@@ -643,7 +645,7 @@ def test_search_prints_the_best_with_their_rate_per_gpu_and_whether_they_fit(cap
 TINY_RUNS = "16 sequences of 256 tokens, 4,096 tokens per step"
 
 
-@pytest.mark.parametrize("command", ["memory", "step", "overlap", "search", "scaling"])
+@pytest.mark.parametrize("command", ["memory", "step", "overlap", "search", "scaling", "sites --sites 2"])
 @pytest.mark.parametrize("flags, line", [
     ("--preset llama-3.2-1b",
      f"{TINY_RUNS}. Warning: --global-batch and --seq-len are not given, and the default is the tiny run's"),
@@ -713,6 +715,51 @@ def test_help_says_what_commands_answer_with_examples_that_run(capsys, asked):
     assert [example.split()[0] for example in examples] == named and "--memory-gb FLOAT" in out
     if "--help" != asked != "-h" and "search" not in asked:  # which takes seconds
         assert len(printed(capsys, examples[0])) > 500
+
+
+@pytest.mark.parametrize("grid, copies, sites, gpus", [
+    ("--zero 1 --dp 4 --tp 2", 1, 2, 16), ("--zero 3 --dp 4 --dp-replicate 2", 2, 4, 16), ("--dp 2 --cp 2", 4, 2, 8)])
+def test_sites_that_wait_5_percent_of_the_time_exchange_as_rarely_as_is_printed(capsys, grid, copies, sites, gpus):
+    """Over a ring of links of 10 Gbit/s and 20 ms. Not a step more rarely. A third of the model is hidden in tau."""
+    flags = f"--preset llama-3.2-1b --seq-len 2048 --global-batch 64 --micro-batch 1 --sites {sites} {grid}"
+    n, P, step = sites, 1_235_814_400, plan.step_time.step_seconds(run_for(flags)).seconds
+    out = printed(capsys, f"sites {flags} --sync-fragments 3 --sync-every 51 --steps 204 --link-gbit 10 --link-ms 20")
+    assert f"{n} sites of {gpus // n} x h100" in out and f"{copies * P:,} elements of each site" in out
+    assert (f", in {copies} copies: " in out) == (copies > 1)
+    rows = {row.split()[0]: row.split() for row in out.splitlines() if row.startswith("  ")}
+    assert rows.keys() == set(config.SYNC_DTYPES)
+    for dtype, nbytes, hops in (("fp32", 8 * (n - 1) / n, 2 * (n - 1)), ("bf16", 4 * (n - 1) / n, 2 * (n - 1)),
+                                ("int8", (n - 1) * (1 + 4 / 128), n - 1)):
+        whole, third = (part * copies * P * nbytes / 1.25e9 + 0.02 * hops for part in (1, 1 / 3))
+        _, gigabytes, seconds, _, H, tau = rows[dtype]
+        assert gigabytes == f"{nbytes * copies * P / 1e9:,.1f}" and seconds == f"{whole:.3g}"
+        H, tau = int(H.replace(",", "")), int(tau.replace(",", ""))
+        assert whole / (H * step + whole) <= 0.05 < whole / ((H - 1) * step + whole)
+        assert (tau - 1) * step < third <= tau * step
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("", "--sites 1: nothing is sent between sites: give 2 or more"),
+    ("--sites 2 --link-gbit 0", "--link-gbit 0: must be above 0")])
+def test_sites_that_send_nothing_are_refused(flags, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        plan.__main__.main(f"sites --gpus 2 {flags}".split())
+
+
+@pytest.mark.parametrize("dtype, flags", [
+    ("bf16", "--dp 4 --zero 1 --tp 2"), ("fp32", "--dp 4 --zero 3"), ("fp32", "--dp 2")])
+def test_the_state_of_the_outer_optimizer_is_planned(dtype, flags):
+    """Two tensors in fp32 as large as the shards, counted as they are allocated."""
+    settings = run_for(f"--sites 2 --dtype {dtype} {flags}").settings
+    settings.precision.dtype = dtype
+    with dryrun.fake_world(settings.grid.ranks, 0), dryrun.fake_tensors():
+        groups = build_groups(settings.grid, settings.model)
+        optimizer = train.build_optimizer(settings, train.build_model(settings, groups, "cpu"), groups)
+        train.build_outer(settings, optimizer, groups)
+        state = sum(tensor.nbytes for bucket in optimizer.buckets for tensor in bucket.state.values()
+                    if tensor is not bucket.weight_shard)
+    element = 2 if dtype == "bf16" else 4
+    assert plan.memory.memory_of_rank(settings, 0, element)["optimizer"] == state
 
 
 def test_scaling_prints_days_and_dollars(capsys):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"  # before primer defines its kernels
 
@@ -171,6 +172,18 @@ def test_each_step_saves_what_it_promises():
     assert asks["grouped"] == asks["masked"] == asks["selected"] and asks["pipelined"] == asks["persistent"]
 
 
+def test_a_gpu_says_its_sms_its_clock_and_its_l2():
+    properties = SimpleNamespace(multi_processor_count=78, clock_rate=1_830_000, L2_cache_size=60 << 20)
+    card, rung = primer.ask_device(primer.H200, properties), LADDER["grouped"]
+    assert card[:3] == (989e12, pytest.approx(78 * 128 * 2 * 1.83e9), 4.8e12)  # 128 lanes of each SM, two FLOPs
+    assert card[3:] == (pytest.approx(78 * 128 * 1.83e9), 78, 60 << 20)
+    slow = card._replace(memory=1.0)  # bound by memory: by what this card's waves and L2 share
+    for n in (5000, 5500):  # A and B in bf16: 100 MB and 121 MB, more than 60 MiB
+        assert bound(rung, n, n, n, 2, slow)[0] == bytes_moved(rung, n, n, n, 2, 78, 60 << 20)
+        assert bound(rung, n, n, n, 2, slow)[0] > bytes_moved(rung, n, n, n, 2)
+    assert bound(rung, 3800, 3800, 3800, 2, slow)[0] == 3 * 3800 ** 2 * 2  # 57.8 MB: they fit in 60 MiB
+
+
 def test_the_roof_is_the_largest_of_three():
     rung, card = LADDER["tiled"], primer.Card(tensor=1e3, fma=1.0, memory=1e9, l1=1e9)
     assert bound(rung, 64, 64, 64, 2, card) == (2 * 64 ** 3 / 1e3, "compute")
@@ -320,6 +333,8 @@ def test_what_a_gpu_would_print(monkeypatch, capsys, card, of_gelu):
         monkeypatch.setattr(primer, name, instead)
     monkeypatch.setattr(torch, "randn", lambda *shape, device: NUMBERS)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(
+        multi_processor_count=132, clock_rate=1_980_000, L2_cache_size=50 << 20))
     primer.show_on_gpu(n, numbers)
     out = capsys.readouterr().out
     for i, (line, name) in enumerate(zip(out.splitlines()[2:], LADDER)):

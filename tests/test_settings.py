@@ -92,6 +92,9 @@ ELSEWHERE = {  # test -> its fields
     "test_curves.py::test_both_get_the_numbers_of_the_metrics_and_a_resumed_run_continues": "tensorboard wandb",
     "test_profiling.py::test_a_trace_names_phases_and_actions": "profile",
     "test_profiling.py::test_what_cannot_be_written_is_refused_before_the_run": "memory_snapshot",
+    "test_diloco.py::test_sites_train_as_several_models_in_plain_torch":
+        "sites sync_every outer_lr outer_momentum sync_fragments sync_overlap",
+    "test_diloco.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit": "sync_dtype",
     "test_settings.py::test_collectives_wait_as_long_as_the_timeout_says": "timeout"}
 
 

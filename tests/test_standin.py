@@ -33,6 +33,7 @@ INCLUDES = "nvidia/cu13/include", "triton/backends/nvidia/include", "nvidia/nccl
 MODEL = "--preset llama-3.1-8b --seq-len 4096 --micro-batch 1 --dtype bf16 --layers"
 MODES = {"one": (1, "--global-batch 1"), "dp": (2, "--global-batch 2 --dp 2"), "tp": (2, "--global-batch 1 --tp 2"),
          "zero 3": (4, "--global-batch 4 --dp 4 --zero 3"), "pp": (2, "--global-batch 4 --pp 2"),
+         "experts": (1, "--global-batch 1 --experts 32 --top-k 4 --expert-ffn 1024"),
          "cp": (2, "--global-batch 1 --cp 2"), "ring": (2, "--global-batch 1 --cp 2 --cp-style ring")}
 
 
@@ -177,13 +178,25 @@ def test_a_layer_is_so_many_launches(run, mode, collectives):
     assert three - two == LAUNCHES | {f"{name}@0": count for name, count in collectives.items()}
 
 
+def test_experts_on_one_rank_are_launched_together_and_counted_on_the_device(run):
+    """Of a layer: the gradients of both matrices of all experts, combine's forward, and dispatch's backward."""
+    calls = last_step(run("experts", 3)[0])
+    launched = Counter(call.name for call in calls)
+    assert launched["expert_gradients_kernel"] == launched["sum_rows_kernel"] == 3 * 2
+    assert launched["matmul"] == 3 * (2 * 3 + 1) + 3  # qkv, out; the router, fp32 in backward; the head
+    copied = [call for call in calls if call.name == "memory" and
+              any(how == "w" and start < 1 << 60 for how, start, _ in call.touches)]
+    assert copied == [], "the host reads no counts"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_streams_wait_for_each_other_and_the_host_for_none(run, mode):
     """Collectives wait for all that came before them: what torch's and Triton's kernels touch is not known."""
     lines = run(mode, 3)[0]
     calls = read(lines)
     assert not {"malloc", "sync"} & {call.kind for call in calls} and races(calls) == []
-    assert mode == "one" or races(read([line for line in lines if " wait " not in line]))  # it would have seen them
+    one_rank = MODES[mode][0] == 1
+    assert one_rank or races(read([line for line in lines if " wait " not in line]))  # it would have seen them
     for i, call in enumerate(calls):
         if call.stream != "0":
             assert call.follows(next(before for before in calls[i::-1] if before.stream == "0"))

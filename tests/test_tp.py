@@ -615,14 +615,17 @@ def test_a_rank_keeps_what_the_formula_says_and_recomputation_changes_no_bit(poo
                                       *slow((2, "--tp 2 --sp off"), (4, "--tp 2 --ep 4"), (4, "--tp 4 --sp off"))])
 def test_ranks_keep_what_the_formula_says_of_experts(pool, n, flags):
     """On average, as some get more tokens than others; besides, with full recomputation coefficients of losses, a few
-    numbers a layer, and three for each copy of a token that is sent beyond those that random choices make."""
+    numbers a layer. On one rank also where experts' rows end. On several, where a meter does not see those, three
+    numbers for each copy of a token that is sent beyond those that random choices make."""
     flags = f"--global-batch {4 * n} --vocab 320 --micro-batch 2 --experts 8 --expert-ffn 24 {flags}"
     settings = rules.parse(f"{SHAPE} {flags}".split(), n)
     model, ep, layers = settings.model, settings.grid.ep, 2 - settings.model.dense_layers
     for mode, seen in zip(MODES, steps(pool, n, flags), strict=True):
         few = layers * (2 + 1) * (8 + 1) * 8 * (mode == "full")  # sequences, padding; experts, z
         saved, formula, copies = (sum(rank[what] for rank in seen) / n for what in ("saved", "formula", "copies"))
-        if ep > 1:
+        if ep == 1:
+            few += layers * 8 * 4
+        else:
             few += 24 * (copies - layers * 2 * 24 // settings.grid.tp * copies_per_token(model, ep))
         assert saved == pytest.approx(formula + few, abs=1)
 

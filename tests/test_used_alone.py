@@ -12,8 +12,10 @@ import mla
 import sdpa
 import train
 from core import config, rules
+from core.collectives import ALONE
 from core.groups import members_of_axes
 from core.param import Spec, parameter
+from diloco import Outer
 from operations import CAUSAL
 from run import dryrun
 from zero import Optimizer
@@ -48,6 +50,10 @@ def attention(kv_heads: int, back: bool = False) -> tuple:
     return sdpa.sdpa_forward(q, kv, kv, CAUSAL)
 
 
+def outer(**settings) -> Outer:
+    return Outer([], ALONE, **dict(every=6) | settings)
+
+
 def rate(lr_schedule: str) -> float:
     return train.learning_rate(5, config.Optim(lr=1.0, min_lr=0.1, warmup=0, lr_schedule=lr_schedule))
 
@@ -63,6 +69,11 @@ CASES = [  # ranks and flags, which the command line refuses; what is called in 
      "betas (0.9, 0.999): with moments in bf16 ", dict(moments_dtype=torch.bfloat16, betas=(0.9, 0.99))),
     (1, "--grad-clip -1", optimizer, dict(clip=-1.0), "clip -1.0, weight_decay 0.1: must be 0 (none)", dict(clip=0.0)),
     (1, "--weight-decay -1", optimizer, dict(weight_decay=-1.0), "clip 1.0, weight_decay -1.0: ", dict(weight_decay=0)),
+    *((2, f"--sites 2 --steps 6 --sync-every 6 {flags}", outer, wrong, says, right) for flags, wrong, says, right in (
+        ("--sync-fragments 4", dict(fragments=4), "every 6: must be a multiple of fragments 4", dict(fragments=3)),
+        ("--sync-fragments 2 --sync-overlap 3", dict(fragments=2, overlap=3),
+         "overlap 3: must be below every 6 / fragments 2, ", dict(fragments=2, overlap=2)),
+        ("--sync-dtype fp8", dict(dtype="fp8"), "dtype fp8: must be one of fp32, bf16, int8", dict(dtype="int8")))),
     (8, f"{HEADS} 8 --dp 2 --tp 2", axes, dict(dp=2, tp=2),
      "the array [pp, replicate, shard, cp, tp] numbers 4 ranks, and there are 8: ", dict(dp=4, tp=2)),
     (8, f"{HEADS} 8 --dp 4 --tp 4", axes, dict(dp=4, tp=4),

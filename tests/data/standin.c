@@ -48,6 +48,18 @@ GIVES(cudaGetDevice, 0)
 GIVES(cuCtxGetDevice, 0)
 GIVES(cudaDriverGetVersion, 13000)
 GIVES(cuDeviceGetAttribute, 232448)  // what Triton asks for are upper limits, as of shared memory
+// By these torch's sorts, and CUTLASS, choose how many blocks to launch.
+GIVES(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 2)
+int cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute) {
+  *value = attribute == cudaDevAttrWarpSize ? 32 : attribute == cudaDevAttrMultiProcessorCount ? 132
+    : attribute == cudaDevAttrMaxThreadsPerMultiProcessor ? 2048 : attribute == cudaDevAttrComputeCapabilityMajor ? 9
+    : attribute == cudaDevAttrComputeCapabilityMinor ? 0 : 1024;
+  return 0;
+}
+int cudaFuncGetAttributes(struct cudaFuncAttributes *a) {
+  *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = 90, .binaryVersion = 90};
+  return 0;
+}
 int cuCtxGetCurrent(void **context) { return *context = "the context", 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, 0; }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, 0; }
