@@ -252,6 +252,13 @@ class Template:
 
     # ---- the template
 
+    def begins_with(self, separator: str) -> bool:
+        """Whether the template writes the separator of documents before a conversation."""
+        try:
+            return self.render([dict(role="user", content="Hi")], {}).startswith(separator)
+        except Exception:  # what strangers' templates lead to
+            return False
+
     def render(self, messages: list[dict], variables: dict[str, Any], add_generation_prompt: bool = False) -> str:
         if self.tokenizer:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=self.template,

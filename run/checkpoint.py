@@ -22,6 +22,7 @@ checksum shows it.
 
     python -m run.checkpoint export CKPT FOLDER        its weights, as transformers reads them
 """
+import errno
 import fcntl
 import gc
 import hashlib
@@ -51,12 +52,13 @@ from tqdm import tqdm
 
 from core import config
 from core.collectives import ALONE, Group, Groups
-from core.config import need, setting
+from core.config import is_of_kind, need, setting
 from core.param import Box, Source, Spec, box_shape, is_first_replica, shard_slice
-from run import cli, huggingface
+from run import cli, huggingface, tokenizing
 from run.ranks import SAVING, agree, gather_objects
 
 LOCK_WAIT_S = 5.0
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}  # of a file system without them
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so of every save of one process
 
@@ -199,21 +201,21 @@ class Saver:
     folder: a folder on a file system that all ranks share
     pieces: the tensors that this rank saves, views of the state
     keep: how many checkpoints are kept; 0: all
-    step: the step of the checkpoint in this folder from which the run was resumed, or 0
+    step: the step of the checkpoint in this folder from which the run was resumed; None if it was not
 
     Raises ValueError if the folder cannot be written to, has too little room for a checkpoint, is in use by another
     run, or has checkpoints of another run.
     """
 
-    def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int = 0):
+    def __init__(self, folder: str, pieces: list[Piece], keep: int, group: Group, step: int | None = None):
         self.folder, self.keep, self.group = Path(folder), keep, group
         self.stage, self.thread, self.error = Stage(pieces), None, ""
         self.bytes_per_s = 0.0  # of the last save
-        self.newest = step or None  # the step of this run's newest checkpoint in the folder
+        self.newest = step  # the step of this run's newest checkpoint in the folder; None: there is none
         self.nbytes = sum(gather_objects(sum(piece.values.nbytes for piece in pieces), group))
         agree(lambda: self.open_folder(step) if group.rank == 0 else None, group)
 
-    def open_folder(self, step: int) -> None:
+    def open_folder(self, step: int | None) -> None:
         """Take the folder for this run, and remove unfinished checkpoints of an earlier run.
 
         A folder that has the name of a checkpoint and is none is renamed. So are checkpoints of later steps than the
@@ -228,18 +230,20 @@ class Saver:
             free = shutil.disk_usage(self.folder).free
             need(free >= self.nbytes, f"{self.folder}: a checkpoint takes {self.nbytes / 1e9:.3g} GB, and "
                                       f"{free / 1e9:.3g} GB are free")
-            need(step or not cli.checkpoints_in(self.folder),
+            need(step is not None or not cli.checkpoints_in(self.folder),
                  f"--checkpoint-dir {self.folder}: has checkpoints of another run, or of this one from its beginning: "
                  "give --resume auto to continue it, or another folder")
             for path in self.folder.glob("step-*"):
                 if cli.step_of(path) >= 0 and not (path / "run.json").is_file():  # somebody's, or a copy of a part
                     set_aside(path, "is no checkpoint: it has no run.json")
-            self.begin_at(step)
+            self.begin_at(step or 0)
+            self.newest = step
         except OSError as error:
             raise ValueError(f"--checkpoint-dir {self.folder}: cannot be written to: {error.strerror}") from None
 
     def take_lock(self) -> None:
-        """Wait a moment for the lock, which the kernel frees when a killed run's process is gone."""
+        """Wait a moment for the lock, which the kernel frees when a killed run's process is gone. Where the file system
+        has no locks, only warn: two runs in one folder are a mistake, and not the rule."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -248,10 +252,15 @@ class Saver:
                 need(time.monotonic() < deadline, f"--checkpoint-dir {self.folder}: another run writes there: use "
                                                   "another folder")
                 time.sleep(0.2)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                return cli.warn(f"--checkpoint-dir {self.folder}: this file system has no locks ({error.strerror}), so "
+                                "nothing prevents another run from writing there")
 
     def begin_at(self, step: int) -> None:
         """Rename the checkpoints of later steps than this one."""
-        self.newest = step or None
+        self.newest = step
         for path in cli.checkpoints_in(self.folder) if self.group.rank == 0 else ():
             if cli.step_of(path) > step:
                 set_aside(path, "is of a later step than the one resumed")
@@ -495,15 +504,38 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
     """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
     stored, run = open_checkpoint(path)[1].state_dict_metadata, cli.read_run(path)
+    for given in filter(None, (run["published"], run["tokenizer"])):
+        need(os.path.isdir(given), f"{path}: the run read {given}, and there is no such folder any more")
     model = config.Model(**run["model"])
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
     specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
     try:
         huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                           published=(run["published"], run["tokenizer"]), seq=run["settings"]["seq_len"])
+                           published=run["published"], tokens=special_tokens(run),
+                           seq=max(run["described"]["longest"], run["settings"]["seq_len"]))
+        if group.rank == 0:
+            tokenizing.export_tokenizer(folder, run["tokenizer"] or run["published"], run["described"])
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
+
+
+def special_tokens(run: dict[str, Any]) -> dict[str, Any]:
+    """The tokens that the export of a run.json names: those of the data, and of a published model that has the same
+    tokenizer."""
+    described, separator = run["described"], run["corpus"].get("separator")
+    tokens = {name: [] for name in huggingface.TOKENS}
+    if run["published"] and run["tokenizer"] in ("", run["published"]) and not described["is_bytes"]:
+        tokens = huggingface.published_tokens(run["published"])
+    begins = [token for token in (described["bos"], separator) if is_of_kind(token, 0) and token >= 0]
+    begins += tokens["bos_token_id"]
+    ends = [*dict.fromkeys([*described["eos"], *tokens["eos_token_id"]])] or begins[:1]
+    return dict(bos_token_id=first(begins), eos_token_id=ends if len(ends) > 1 else first(ends),
+                pad_token_id=first(tokens["pad_token_id"]))
+
+
+def first(tokens: list[int]) -> int | None:
+    return tokens[0] if tokens else None
 
 
 def newest_whole(path: str) -> Path:

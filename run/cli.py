@@ -30,6 +30,10 @@ CONTENT = dict(  # an example of what run.json has, besides format and checksum
     step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="", published="",
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
+# "described" in run.json: what an export says of the data. Checkpoints of earlier versions do not have it.
+# bos: the token that begins a document, -1 for none. eos: those at which a program that generates should stop.
+# longest: the longest sample so far, in tokens. is_bytes: whether text is read without a tokenizer.
+DESCRIBED = dict(bos=-1, eos=[0], chat_template="", longest=0, is_bytes=False)
 SECTIONS = "settings", "model", "grid"  # of CONTENT, which have settings
 # They belong to one start of a run.
 NOT_INHERITED = {"resume", "allow_mismatch", "init_from", "export_hf", "profile", "memory_snapshot"}
@@ -55,8 +59,8 @@ def parse(arguments: list[str], world: int = 1) -> Config:
          f"--resume {resume}: has weights, so leave out --init-from; only auto, which may find none, goes with it")
     resumed = resumed_run(resume, flags.get("checkpoint_dir", ""))
     if resumed:  # with another number of ranks, too: the data axis fills
-        inherited = resumed["settings"] | dict(dp=-1) | PRESETS.get(flags.get("preset"), {})
         model, owner = resumed["model"], "the checkpoint's"
+        inherited = resumed["settings"] | dict(dp=-1) | preset_of(flags, model["preset"])
     else:
         arguments = [*arguments, *(["--resume="] if "resume" in flags else [])]  # there is nothing to resume
         if folder := flags.get("init_from"):
@@ -65,13 +69,37 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     settings = rules.parse(arguments, world, inherited, owner)
     check_paths(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
-        huggingface.check_weights(settings.run.init_from, settings.model, settings.run.allow_mismatch)
+        for line in huggingface.check_weights(settings.run.init_from, settings.model, settings.run.allow_mismatch):
+            warn(line)
     huggingface.check_export(settings)
     for name, there in model.items():
         here = getattr(settings.model, name)
+        given = f"{flag(name)} {here}"
+        if "preset" in flags and name not in flags:
+            given = f"--preset {flags['preset']}: has {given}"
         need(here == there or name == "preset" or settings.run.allow_mismatch,
-             f"{flag(name)} {here}: the checkpoint's model has {there}; give --allow-mismatch to change it")
+             f"{given}: the checkpoint's model has {there}; give --allow-mismatch to change it")
+    if resumed:
+        warn_of_schedule(settings, resumed)
     return settings
+
+
+def preset_of(flags: dict[str, Any], before: str) -> dict[str, Any]:
+    """All settings of a model by the preset that a flag gives; {} if it is the one from before, whose settings, and
+    what flags then changed in them, the checkpoint has."""
+    name = flags.get("preset", before)
+    if name == before or name not in PRESETS:
+        return {}
+    return asdict(config.Model(preset=name)) | PRESETS[name]
+
+
+def warn_of_schedule(settings: Config, resumed: dict[str, Any]) -> None:
+    """Say if a run that ended, with its learning rate at the lowest, is continued."""
+    optim, ended, step = settings.optim, resumed["settings"]["steps"], resumed["step"]
+    if ended and step >= ended and optim.steps > step and "constant" not in (
+            optim.lr_schedule, resumed["settings"]["lr_schedule"]) and optim.min_lr < optim.lr:
+        warn(f"--steps {optim.steps}: the learning rate rises again, from --min-lr {optim.min_lr:.3g}, where the "
+             f"schedule of {ended} steps had ended; --lr-schedule constant --lr {optim.min_lr:.3g} would keep it there")
 
 
 def from_command_line() -> Config:
@@ -243,6 +271,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
     """run.json of a checkpoint. A setting that it lacks has its default. Raises ValueError as `read_json` does, and if
     anything else is missing."""
     run = read_json(path)
+    run["described"] = DESCRIBED | dict(eos=[]) | run.get("described", {})
     for name in sorted(CONTENT.keys() - run.keys()):
         raise ValueError(f"{path}/run.json has no {name}")
     return run | {name: example | run[name] for name, example in CONTENT.items() if isinstance(example, dict)}
@@ -265,7 +294,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     for section in SECTIONS:
         if isinstance(run.get(section), dict):  # else it is damaged, see below
             run[section] = {config.RENAMED.get(name, name): value for name, value in run[section].items()}
-    for name, example in CONTENT.items():
+    for name, example in (CONTENT | dict(described=DESCRIBED)).items():
         value = run.get(name, example)
         need(is_of_kind(value, example), f"{file} is damaged: its {name} is of another kind")
         need(type(value) is not int or 0 <= value < 2**63, f"{file} is damaged: its {name} is {value}")
@@ -340,6 +369,12 @@ def note(line: str) -> None:
         from tqdm import tqdm
         tqdm.write(f"data: {line}", file=sys.stderr)
         sys.stderr.flush()
+
+
+def warn(line: str) -> None:
+    """Say something about the settings, by the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"warning: {line}")
 
 
 def tell_torchrun(line: str) -> None:

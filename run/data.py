@@ -192,7 +192,11 @@ def kind_of(found_of: list[list[Found]], paths: list[str]) -> str:
 
 def read_text(file: Found) -> TokenFile:
     """Read a file of text or records as bytes, uint16, with a separator before each document. The bytes of a text are
-    taken as they are, so they need not be UTF-8."""
+    taken as they are, so they need not be UTF-8.
+
+    Markers of a conversation are bytes, too, so no token says that an answer has ended. The separator after it does,
+    and is a target.
+    """
     is_plain = file.kind == "text" and file.path.suffix.lower() not in PACKED
     if is_plain and encoding_of(head_of(file.path, 4)) in ("utf-8", "utf-8-sig"):
         content = np.fromfile(file.path, np.uint8)
@@ -202,16 +206,18 @@ def read_text(file: Found) -> TokenFile:
         tokens[0], tokens[1:] = BYTES_SEPARATOR, content
         return TokenFile(file.path, tokens, all_targets(tokens), BYTES_SEPARATOR)
 
-    parts, targets = [], []
+    parts, targets, after_answer = [], [], False
     for document in with_template(documents(file), ""):
         text = document.text if isinstance(document, Rendered) else "".join(document.pieces)
         content = np.frombuffer(text.encode(), np.uint8)
         is_target = np.ones(len(content) + 1, np.uint8)
         if isinstance(document, Rendered):
             is_target[:] = 0
+            is_target[0] = after_answer
             for start, stop, _ in document.spans:
                 first, last = (1 + len(text[:place].encode()) for place in (start, stop))
                 is_target[first:last] = 1
+        after_answer = is_target[-1] == 1
         parts += [np.array([BYTES_SEPARATOR], np.uint16), content]
         targets.append(is_target)
     need(parts != [], f"{file.path}: is empty")

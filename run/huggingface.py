@@ -25,10 +25,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from core.config import flag, is_of_kind, need, problem_of
 
@@ -66,43 +66,101 @@ DEEPSEEK_NAMES = QWEN_MOE_NAMES | {
     "attention.kv_norm": "self_attn.kv_a_layernorm.weight", "attention.w_kv_up": "self_attn.kv_b_proj.weight",
     **{f"shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
-FIELDS = {  # of config.json: of config.Model
-    "vocab_size": "vocab", "hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers",
-    "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "factor": "rope_scaling", "tie_word_embeddings": "tied",
-    "sliding_window": "window", "num_experts": "experts", "num_local_experts": "experts",
-    "num_experts_per_tok": "top_k", "moe_intermediate_size": "expert_ffn", "norm_topk_prob": "router_norm",
-    "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", "qk_nope_head_dim": "head_dim",
-    "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "v_head_dim", "n_routed_experts": "experts",
-    "n_shared_experts": "shared_experts", "n_group": "expert_groups", "topk_group": "top_groups",
-    "first_k_dense_replace": "dense_layers", "routed_scaling_factor": "router_scale",
+FUSED_NAMES = {  # of experts, where transformers 5 has saved those of a layer as one tensor, which is as ours
+    "router": "mlp.gate.weight", "experts.w_gate_up": "mlp.experts.gate_up_proj",
+    "experts.w_down": "mlp.experts.down_proj",
 }
-NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
-MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
-ACCEPTED = {  # fields that our model has no setting for, and the values that it computes; the first may be absent
-    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "attention_dropout": (0,),
-    "router_jitter_noise": (0,), "decoder_sparse_step": (1,), "quantization_config": (None,),
-    "rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1),
-    "full_attention": (None,), "sliding_attention": (None,),  # rotary embeddings that differ by layer
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of names, by torch
+
+
+class JsonField(NamedTuple):
+    """What a field of config.json may be. A number must be above 0, or 0 if `zero`; so must those of a list."""
+    kind: Any  # bool, int, float, str, dict, list[int] or list[str]
+    ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
+    zero: bool = False
+    null: bool = False  # whether it may be null
+    only: tuple = ()  # the values that our model computes, () for all; the first is meant where the field is absent
+
+
+FIELDS = {  # of config.json; a class of transformers reads those of its `defaults`, and of those with `only` some
+    "vocab_size": JsonField(int, "vocab"),
+    "hidden_size": JsonField(int, "hidden"),
+    "intermediate_size": JsonField(int, "ffn"),
+    "num_hidden_layers": JsonField(int, "layers"),
+    "num_attention_heads": JsonField(int, "heads"),
+    "num_key_value_heads": JsonField(int, "kv_heads", null=True),
+    "head_dim": JsonField(int, "head_dim", null=True),
+    "tie_word_embeddings": JsonField(bool, "tied"),
+    "rms_norm_eps": JsonField(float, "norm_eps"),
+    "hidden_act": JsonField(str, only=("silu", "swish")),
+    "attention_bias": JsonField(bool, only=(False,)),
+    "mlp_bias": JsonField(bool, only=(False,)),
+    "attention_dropout": JsonField(float, zero=True, only=(0,)),
+    "quantization_config": JsonField(dict, null=True, only=(None,)),
+    # Rotary embedding: model_fields reads these also from rope_parameters and rope_scaling.
+    "rope_theta": JsonField(float, "rope_theta"),
+    "rope_type": JsonField(str, only=("default", "llama3")),
+    "factor": JsonField(float, "rope_scaling"),
+    "partial_rotary_factor": JsonField(float, null=True, only=(None, 1)),
+    "low_freq_factor": JsonField(float),
+    "high_freq_factor": JsonField(float),
+    "original_max_position_embeddings": JsonField(int),
+    "full_attention": JsonField(dict, null=True, only=(None,)),  # rotary embeddings that differ by layer
+    "sliding_attention": JsonField(dict, null=True, only=(None,)),
+    "rope_interleave": JsonField(bool, only=(True,)),
+    # The sliding window.
+    "sliding_window": JsonField(int, "window", null=True),
+    "use_sliding_window": JsonField(bool),
+    "max_window_layers": JsonField(int, zero=True),
+    "layer_types": JsonField(list[str], null=True),
+    # Latent attention.
+    "kv_lora_rank": JsonField(int, "kv_lora_rank"),
+    "q_lora_rank": JsonField(int, "q_lora_rank", null=True),
+    "qk_nope_head_dim": JsonField(int, "head_dim"),
+    "qk_rope_head_dim": JsonField(int, "rope_head_dim"),
+    "v_head_dim": JsonField(int, "v_head_dim"),
+    # Experts.
+    "num_experts": JsonField(int, "experts"),
+    "num_local_experts": JsonField(int, "experts"),
+    "n_routed_experts": JsonField(int, "experts"),
+    "num_experts_per_tok": JsonField(int, "top_k"),
+    "moe_intermediate_size": JsonField(int, "expert_ffn"),
+    "n_shared_experts": JsonField(int, "shared_experts", zero=True),
+    "first_k_dense_replace": JsonField(int, "dense_layers", zero=True),
+    "mlp_only_layers": JsonField(list[int], zero=True, null=True),
+    "decoder_sparse_step": JsonField(int, only=(1,)),
+    "moe_layer_freq": JsonField(int, only=(1,)),
+    "norm_topk_prob": JsonField(bool, "router_norm"),
+    "routed_scaling_factor": JsonField(float, "router_scale"),
+    "n_group": JsonField(int, "expert_groups"),
+    "topk_group": JsonField(int, "top_groups"),
+    "scoring_func": JsonField(str, only=("sigmoid",)),
+    "topk_method": JsonField(str, only=("noaux_tc",)),
+    "router_jitter_noise": JsonField(float, zero=True, only=(0,)),
+    "model_type": JsonField(str),  # the architecture's
 }
+KINDS = {  # kind: (an example, in words)
+    bool: (True, "true or false"), int: (1, "a whole number"), float: (1.0, "a number"), str: ("", "text"),
+    dict: ({}, "an object"), list[int]: ([1], "a list of whole numbers"), list[str]: ([""], "a list of texts")}
 LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # operations.rotary_angles computes this, with any factor
-KINDS = {bool: "true or false", int: "a whole number above 0", float: "a number above 0"}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BLOCK = 2**24  # bytes that are compared at a time
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SPECIAL_TOKENS = ("special_tokens_map.json", "tokenizer_config.json")
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.*")
+                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.*")
 
 
 class Architecture(NamedTuple):
-    """A class of transformers. defaults: of the fields of config.json that it reads, besides ACCEPTED."""
+    """A class of transformers. defaults: of the fields of config.json that it reads, besides those with `only`."""
     model_type: str
     defaults: dict[str, Any]
     names: dict[str, str] = NAMES  # of weights
     fixed: dict[str, Any] = {}  # of config.Model's fields, those that config.json does not name
-    accepted: dict[str, tuple] = {}  # besides ACCEPTED
+    only: dict[str, tuple] = {}  # the values that this class computes, of fields without an `only` for all classes
 
 
 def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
@@ -130,56 +188,73 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
         4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
         mlp_only_layers=None), QWEN_MOE_NAMES, dict(qk_norm=True)),
     "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, dict(router="sigmoid"), dict(
-        model_type=("deepseek_v3", "kimi_k2"), rope_interleave=(True,), scoring_func=("sigmoid",),
-        topk_method=("noaux_tc",), moe_layer_freq=(1,), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
+        model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
 }
 
 
-def names_on_disk(name: str, architecture: str) -> list[str]:
-    """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]."""
+def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = None) -> list[str]:
+    """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]; {e} is the number of an expert.
+
+    [] for the biases of routers, which are 0 where a class of transformers has none. names: the table, where it is not
+    the architecture's.
+    """
     layer, ours = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups(default="")
-    names = ARCHITECTURES[architecture].names
+    names = names or ARCHITECTURES[architecture].names
+    if ours == "router.bias" and ours not in names:
+        return []
     need(ours in names, f"{name}: {architecture} has no such weight, leave out the flag that asks for it")
     return [("model." + layer if layer else "") + theirs for theirs in names[ours].split()]
 
 
 def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
-    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is. None for the
-    biases of routers, which are 0 where a class of transformers has none."""
-    if spec.name.endswith(".router.bias") and "router.bias" not in ARCHITECTURES[architecture].names:
-        return []
-    names = names_on_disk(spec.name, architecture)
-    if len(spec.shape) < 3:
-        return [(names[0], tuple(slice(0, n) for n in spec.shape))]
+    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is."""
+    return boxes_on_disk(spec, names_on_disk(spec.name, architecture))
+
+
+def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
+    """`tensors_on_disk` for the names that names_on_disk returns."""
+    if len(spec.shape) < 3 or "{e}" not in names[0]:
+        return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
     rows //= len(names)
     return [(name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns)))
             for e in range(experts) for i, name in enumerate(names)]
 
 
-def is_read(name: str, model: Any, architecture: str) -> bool:
-    """Whether a config.Model reads the tensor of this name on disk, or transformers ignores it, as a tied head."""
-    found = re.fullmatch(r"model\.layers\.(\d{1,9})\.(.*?)(?:\.experts\.(\d{1,9})\.(.*))?", name)
-    if not found:
-        return name in (NAMES["embedding"], NAMES["norm"], NAMES["head"])
-    layer, expert = int(found[1]), int(found[3] or 0)
-    inside = found[2] + (f".experts.{{e}}.{found[4]}" if found[3] else "")
-    parts = next((ours.split(".") for ours, theirs in ARCHITECTURES[architecture].names.items()
-                  if inside in theirs.split()), [""])
-    has = {"": False, "ffn": not model.has_experts(layer), "bq": model.qkv_bias, "bk": model.qkv_bias,
-           "bv": model.qkv_bias, "q_norm": model.qk_norm or model.q_lora_rank, "k_norm": model.qk_norm,
-           "wq": not model.q_lora_rank, "w_q_down": model.q_lora_rank, "w_q_up": model.q_lora_rank,
-           "shared": model.has_experts(layer) and model.shared_experts,
-           "router": model.has_experts(layer), "experts": model.has_experts(layer) and expert < model.experts}
-    return layer < model.layers and all(has.get(part, True) for part in parts)
+def weights_of(model: Any) -> Iterator[str]:
+    """The names of all weights of a config.Model without multi-token prediction, and of its routers' biases."""
+    names = dict.fromkeys(ours for architecture in ARCHITECTURES.values() for ours in architecture.names)
+    whole = ("embedding", "norm", "head")
+    yield from whole[:2] if model.tied else whole
+    for layer in range(model.layers):
+        yield from (f"layers.{layer}.{name}" for name in names if name not in whole and has_weight(model, layer, name))
+
+
+def has_weight(model: Any, layer: int, name: str) -> bool:
+    """Whether a layer of a config.Model has the weight of this name, such as "attention.bq"."""
+    experts, latents = model.has_experts(layer), model.kv_lora_rank
+    has = {"ffn": not experts, "router": experts, "experts": experts, "shared": experts and model.shared_experts,
+           "wq": not model.q_lora_rank, "wk": not latents, "wv": not latents,
+           "bq": model.qkv_bias, "bk": model.qkv_bias, "bv": model.qkv_bias,
+           "q_norm": model.qk_norm or model.q_lora_rank, "k_norm": model.qk_norm,
+           "w_q_down": model.q_lora_rank, "w_q_up": model.q_lora_rank,
+           "w_kv_down": latents, "kv_norm": latents, "w_kv_up": latents}
+    return all(has.get(part, True) for part in name.split("."))
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented."""
+    """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented.
+
+    As in transformers, embedding and head are not tied if the folder has both, with different values.
+    """
     where = os.path.join(folder, "config.json")
-    return model_fields(read_json(where), where)
+    model = model_fields(read_json(where), where)
+    if model["tied"]:
+        with contextlib.suppress(ValueError):  # check_weights says what is wrong with weights; a dry run needs none
+            model["tied"] = not has_own_head(weights_in(folder))
+    return model
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -196,15 +271,46 @@ def read_json(path: str) -> dict[str, Any]:
 
 def read_architecture(config: dict[str, Any], where: str) -> str:
     names = config.get("architectures")
-    need(isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES,
-         f"{where}: architectures {names}: use one of {', '.join(ARCHITECTURES)}")
-    return names[0]
+    one = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
+    if one.endswith("Model"):  # saved without its head
+        one = one.removesuffix("Model") + "ForCausalLM"
+    need(one in ARCHITECTURES, f"{where}: architectures {names}: use one of {', '.join(ARCHITECTURES)}")
+    return one
 
 
-def need_accepted(config: dict[str, Any], accepted: dict[str, tuple], where: str) -> None:
-    for field, values in accepted.items():
-        value = config.get(field, values[0])
-        need(value in values, f"{where}: {field} {json.dumps(value)}: must be {' or '.join(map(json.dumps, values))}")
+def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple = ()) -> Any:
+    """The value of a field of config.json, or its default. Raises ValueError for one that FIELDS does not allow.
+
+    where: the file, for messages. only: the values that are allowed, where these are not FIELDS'.
+    """
+    field, value = FIELDS[name], config.get(name, default)
+    only, (example, words) = only or field.only, KINDS[field.kind]
+    numbers = field.kind in (int, float, list[int])
+    fits = is_of_kind(value, example)
+    if fits and numbers:
+        entries = value if isinstance(value, list) else [value]
+        fits = all(entry > 0 or (field.zero and entry == 0) for entry in entries)
+    if numbers:
+        words += ", 0 or more" if field.zero else " above 0"
+    if only:
+        words = " or ".join(map(json.dumps, only))
+    fits = (fits or (value is None and field.null)) and (not only or value in only)
+    need(fits, f"{where}: {name} {json.dumps(value)}: must be {words}")
+    problem = problem_of(field.ours, value) if field.ours and value is not None else ""
+    need(not problem, f"{where}: {name} {json.dumps(value)}: {problem}")
+    return value
+
+
+def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
+    """The fields of config.json that a class of transformers reads. Raises ValueError for a value that our model does
+    not compute, in whichever field."""
+    only = {name: field.only for name, field in FIELDS.items() if field.only}
+    only |= {"model_type": (architecture.model_type,)} | architecture.only
+    if "layer_types" not in architecture.defaults:  # which this class ignores
+        only["layer_types"] = (None,)
+    for name, values in only.items():
+        read_field(config, name, values[0], where, values)
+    return {name: read_field(config, name, default, where) for name, default in architecture.defaults.items()}
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -213,33 +319,21 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4 and 5
     need(isinstance(rope, dict), f"{where}: rope_scaling {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
-    need_accepted(config, ACCEPTED | {"model_type": (architecture.model_type,)} | architecture.accepted, where)
-    if "layer_types" not in architecture.defaults:  # which this class of transformers ignores
-        need_accepted(config, {"layer_types": (None,)}, where)
     config["factor"] = rope.get("factor") if config["rope_type"] == "llama3" else 1.0
+    if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 has Mixtral's name
+        config["num_experts"] = config["num_local_experts"]
+    settings = read_fields(config, architecture, where)
     if config["rope_type"] == "llama3":
-        asked = {name: config.get(name) for name in LLAMA3_ROPE}
-        need_accepted(asked, {name: (value,) for name, value in LLAMA3_ROPE.items()}, where)
-    settings = {field: config.get(field, default) for field, default in architecture.defaults.items()}
-    if "num_experts" in settings:  # transformers 5 writes it under Mixtral's name
-        settings["num_experts"] = config.get("num_local_experts", settings["num_experts"])
-    model = {}
-    for field, default in architecture.defaults.items():
-        value, example = settings[field], 1 if default is None else default
-        if field in FIELDS and not (value is None and field in NULLABLE):
-            fits = is_of_kind(value, example) and (value > 0 or value is False or field in MAY_BE_0)
-            need(fits, f"{where}: {field} {json.dumps(value)}: must be {KINDS[type(example)]}")
-            problem = problem_of(FIELDS[field], value)
-            need(not problem, f"{where}: {field} {json.dumps(value)}: {problem}")
-            model[FIELDS[field]] = value
+        for name, value in LLAMA3_ROPE.items():
+            read_field(config, name, None, where, (value,))
+    model = {FIELDS[name].ours: value for name, value in settings.items() if FIELDS[name].ours and value is not None}
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])
     model["head_dim"] += model.get("rope_head_dim", 0)
     if "experts" in model:
         model.setdefault("expert_ffn", model["ffn"])
         dense = settings.get("mlp_only_layers") or []
-        need(isinstance(dense, list) and dense == [*range(len(dense))],
-             f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
+        need(dense == [*range(len(dense))], f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
         model["dense_layers"] = model.get("dense_layers", len(dense))
     return model | read_window(settings, where) | architecture.fixed
 
@@ -250,10 +344,8 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
     if kinds is None:
         first = settings.get("max_window_layers", 0)
-        need(isinstance(first, int), f"{where}: max_window_layers {json.dumps(first)}: must be a whole number")
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    need(isinstance(kinds, list) and len(kinds) == layers
-         and all(kind in ("full_attention", "sliding_attention") for kind in kinds),
+    need(len(kinds) == layers and all(kind in ("full_attention", "sliding_attention") for kind in kinds),
          f"{where}: layer_types {kinds}: must be full_attention or sliding_attention, one per layer")
     full = [layer for layer in range(layers) if not window or kinds[layer] == "full_attention"]
     if len(full) == layers:
@@ -266,9 +358,9 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
     """The content of config.json for a config.Model: the inverse of model_fields."""
-    model_type, settings, *_, accepted = ARCHITECTURES[architecture]
-    values = {field: getattr(model, ours) for field, ours in FIELDS.items()} | {
-        **{field: only for field, (only, *_) in accepted.items()},
+    model_type, settings, *_, only = ARCHITECTURES[architecture]
+    values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours} | {
+        **{name: first for name, (first, *_) in only.items()},
         "sliding_window": model.window or None,
         "use_sliding_window": model.window > 0,
         "max_window_layers": 0,
@@ -325,15 +417,69 @@ def check_export(settings: Any) -> None:
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-def check_weights(folder: str, model: Any, allow_mismatch: bool) -> None:
-    """Raises ValueError for tensors in `folder` that a config.Model does not read, such as biases or more layers."""
-    files, architecture = weights_in(folder)
-    unread = sorted(name for name in files if not is_read(name, model, architecture)
-                    and not name.endswith(".rotary_emb.inv_freq"))
-    more = f" and {len(unread) - 1} more tensors" if unread[1:] else ""
-    need(not unread or allow_mismatch, f"{folder}: has {unread and unread[0]}{more}, which the model does not use: "
-                                       "give "
-                               "--allow-mismatch to leave out what it does not")
+class Stored(NamedTuple):
+    """Where the weights of a published model are."""
+    folder: str
+    architecture: str
+    tied: bool  # whether config.json says so
+    files: dict[str, tuple[str, str]]  # name in the class of transformers -> (file, name in this file)
+
+
+def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
+    """Compare the names in `folder` with those that a config.Model has. Returns what to tell the user.
+
+    Raises ValueError for weights that are missing and, unless allow_mismatch, for weights that the model does not use,
+    such as biases or more layers.
+    """
+    stored = weights_in(folder)
+    names = [name for weight in weights_of(model) for name in names_stored(weight, stored)]
+    wanted = dict.fromkeys(name.format(e=e) for name in names for e in range(model.experts if "{e}" in name else 1))
+    missing = [name for name in wanted if name not in stored.files]
+    unused = sorted(key for name, (_, key) in stored.files.items()
+                    if name not in wanted and not name.endswith(".rotary_emb.inv_freq"))
+    own_head = stored.tied and has_own_head(stored)
+    if model.tied and stored.tied and not own_head:  # a head, if there is one, is a copy
+        unused = [key for key in unused if key != stored.files.get(NAMES["head"], ("", ""))[1]]
+    extra = f"has {some(unused)}, which the model does not use" if unused else ""
+    need(not missing, f"{folder}: has no tensor {some(missing)}, which the model asks for{extra and '; ' + extra}")
+    need(not unused or allow_mismatch, f"{folder}: {extra}: give --allow-mismatch to leave out what it does not")
+    lines = [f"{folder}: {extra}"] if unused else []
+    if own_head and not model.tied:
+        lines.append(f"{folder}: config.json ties embedding and head, but there are weights of both, which differ: "
+                     "they are not tied")
+    return lines
+
+
+def some(names: list[str]) -> str:
+    return "".join(names[:1]) + (f" and {len(names) - 1} more tensors" if names[1:] else "")
+
+
+def names_stored(name: str, stored: Stored) -> list[str]:
+    """`names_on_disk` in this folder, where experts may be fused, and the head may have a tied embedding's name or the
+    other way round."""
+    names, head, embedding = names_on_disk(name, stored.architecture), NAMES["head"], NAMES["embedding"]
+    if name.partition(".experts.")[1] or name.endswith(".router"):
+        fused = names_on_disk(name, stored.architecture, FUSED_NAMES)
+        return fused if fused[0] in stored.files else names
+    if stored.tied and names in ([head], [embedding]) and names[0] not in stored.files:
+        return [name for name in (head, embedding) if name in stored.files] or names
+    return names
+
+
+def has_own_head(stored: Stored) -> bool:
+    """Whether embedding and head are both in the folder, and differ. Compares bytes: a copy has the same dtype."""
+    if not {NAMES["embedding"], NAMES["head"]} <= stored.files.keys():
+        return False
+    with contextlib.ExitStack() as files:
+        (one, size), (other, its_size) = (open_bytes(stored, NAMES[name], files) for name in ("embedding", "head"))
+        if size != its_size:
+            return True
+        while size > 0:
+            count = min(size, BLOCK)
+            if one.read(count) != other.read(count):
+                return True
+            size -= count
+    return False
 
 
 def source(folder: str) -> Source:
@@ -346,33 +492,36 @@ def source(folder: str) -> Source:
     from safetensors import SafetensorError
 
     from core.param import box_shape
-    (files, architecture), opened = weights_in(folder), {}
+    stored, opened = weights_in(folder), {}
 
     def read(name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        need(name in files, f"{folder}: has no tensor {name}, which the model asks for")
-        path = os.path.join(folder, files[name])
+        need(name in stored.files, f"{folder}: has no tensor {name}, which the model asks for")
+        file, key = stored.files[name]
+        path = os.path.join(folder, file)
         opened[path] = opened.get(path) or open_safetensors(path, "pt")
         try:
-            stored = opened[path].get_slice(name)
+            values = opened[path].get_slice(key)
         except SafetensorError as error:  # the index is of other files
-            raise ValueError(f"{path}: cannot read {name}: {error}") from None
-        got, dtype = tuple(stored.get_shape()), stored.get_dtype()
-        need(got == shape, f"{path}: {name} has the shape {got}, the model asks for {shape}")
-        need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {name} is {dtype}: use a model that is not quantised")
-        values = stored[box]
-        need(values.isfinite().all(), f"{path}: {name} has values that are not finite: no step could train it")
+            raise ValueError(f"{path}: cannot read {key}: {error}") from None
+        got, dtype = tuple(values.get_shape()), values.get_dtype()
+        if len(shape) == 3 and shape[0] == 1 and len(got) < 3:  # an expert's own matrix
+            shape, box = shape[1:], box[1:]
+        need(got == shape, f"{path}: {key} has the shape {got}, the model asks for {shape}")
+        need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {key} is {dtype}: use a model that is not quantised")
+        values = values[box]
+        need(values.isfinite().all(), f"{path}: {key} has values that are not finite: no step could train it")
         return values
 
     def read_box(spec: Spec, box: Box) -> torch.Tensor:
         out = None
-        for name, tensor_box in tensors_on_disk(spec, architecture):
+        for name, tensor_box in boxes_on_disk(spec, names_stored(spec.name, stored)):
             common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
             if all(s.start < s.stop for s in common):
-                values = read(name, box_shape(tensor_box)[-2:], relative(common, tensor_box)[-2:])
+                values = read(name, box_shape(tensor_box), relative(common, tensor_box))
                 if common == box:
                     return values.reshape(box_shape(box))
                 out = values.new_empty(box_shape(box)) if out is None else out
-                out[relative(common, box)] = values
+                out[relative(common, box)] = values.reshape(box_shape(common))
         return torch.zeros(box_shape(box)) if out is None else out
     return read_box
 
@@ -382,22 +531,35 @@ def relative(box: Box, origin: Box) -> Box:
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin))
 
 
-def weights_in(folder: str) -> tuple[dict[str, str], str]:
-    """({tensor: file}, the class of transformers that has them). Of one file and an index transformers, too, prefers
-    the file."""
+def weights_in(folder: str) -> Stored:
+    """Find the weights. Of one file and an index transformers, too, prefers the file."""
     where, path = os.path.join(folder, "config.json"), os.path.join(folder, INDEX)
-    architecture = read_architecture(read_json(where), where)
+    config = read_json(where)
+    architecture, tied = read_architecture(config, where), config.get("tie_word_embeddings", False)
     if os.path.isfile(os.path.join(folder, SINGLE)):
-        return dict.fromkeys(open_safetensors(os.path.join(folder, SINGLE), "np").keys(), SINGLE), architecture
-    need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin or "
-                               ".pth, must be converted to safetensors")
-    files = read_json(path).get("weight_map")
-    need(isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
-         f"{path}: weight_map must be an object of tensors and files")
+        files = dict.fromkeys(open_safetensors(os.path.join(folder, SINGLE), "np").keys(), SINGLE)
+    else:
+        need(os.path.isfile(path), f"{folder}: has no {SINGLE} and no {INDEX}: weights in another format, such as .bin "
+                                   "or .pth, must be converted to safetensors")
+        files = read_json(path).get("weight_map")
+        need(isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
+             f"{path}: weight_map must be an object of tensors and files")
     for file in sorted(set(files.values())):
         need(is_inside(file), f"{path} names {file}, which is outside of its folder")
         need(os.path.isfile(os.path.join(folder, file)), f"{folder}/{file}: is missing, {INDEX} names it")
-    return files, architecture
+    found = {}
+    for key, file in files.items():
+        name = plain_name(key)
+        need(name not in found, f"{folder}: has {found.get(name, '  ')[1]} and {key}, which are names of one weight")
+        found[name] = file, key
+    return Stored(folder, architecture, tied is True, found)
+
+
+def plain_name(key: str) -> str:
+    """The name that a class of transformers has for a tensor, without what wrappers put in, and with the "model." that
+    is not there if a class without a head was saved."""
+    name = ".".join(part for part in key.split(".") if part not in WRAPPERS)
+    return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
 
 def open_safetensors(path: str, framework: str) -> Any:
@@ -406,6 +568,19 @@ def open_safetensors(path: str, framework: str) -> Any:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def open_bytes(stored: Stored, name: str, files: contextlib.ExitStack) -> tuple[BinaryIO, int]:
+    """A stream of the bytes of a tensor, and how many there are. files: closes the stream."""
+    file, key = stored.files[name]
+    path = os.path.join(stored.folder, file)
+    open_safetensors(path, "np")  # raises ValueError for a damaged file
+    stream = files.enter_context(open(path, "rb"))
+    header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    need(key in header, f"{path}: cannot read {key}: it is not there")
+    first, last = header[key]["data_offsets"]
+    stream.seek(first, os.SEEK_CUR)
+    return stream, last - first
 
 
 def is_inside(path: str) -> bool:
@@ -429,16 +604,6 @@ def special_tokens(path: str) -> dict[str, str]:
     return found
 
 
-def special_ids(folder: Path) -> dict[str, int]:
-    """bos_token_id and eos_token_id of the tokenizer in a folder, as far as its files say them."""
-    path = folder / "tokenizer.json"
-    try:
-        ids = {token["content"]: token["id"] for token in json.loads(path.read_text(encoding="utf-8"))["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return {f"{name}_id": ids[token] for name, token in special_tokens(str(path)).items() if token in ids}
-
-
 def tokenizer_files(folder: Path) -> Iterator[Path]:
     """The files in a folder that transformers reads of a tokenizer."""
     return (file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
@@ -447,16 +612,17 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
-           published: Iterable[str] = (), shard_bytes: int = 5 * 10**9, seq: int = 2048) -> None:
+           published: str = "", tokens: dict[str, Any] | None = None, shard_bytes: int = 5 * 10**9,
+           seq: int = 2048) -> None:
     """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
 
     specs: of all parameters, on each rank in the same order; those of multi-token prediction are left out, as no class
     of transformers reads them. source: of any box of them. dtype: "bf16", "fp16", "fp32".
     rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
     one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
-    published: folders ("": none) whose tokenizer is copied, those of the first folder if several have a file. Their
-    config.json says the special tokens, or else the tokenizer does; and the longest sequence (max_position_embeddings),
-    which else is seq tokens.
+    published: the folder of the model that training began with, "" if there is none, whose settings of generation are
+    kept. tokens: the special tokens, by the names in TOKENS; none if it is None.
+    seq: the longest sample that was trained, in tokens; max_position_embeddings is this or the published one.
     Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
@@ -468,17 +634,17 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
     if rank > 0:
         return
-    config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": seq}
-    config |= dict.fromkeys(TOKENS)  # absent, they would be those of Llama 2
-    for given in map(Path, reversed([*filter(None, published)])):
-        need(given.is_dir(), f"{given}: there is no such folder")
-        for file in tokenizer_files(given):
-            with contextlib.suppress(shutil.SameFileError):  # where the data's tokenizer is
-                shutil.copyfile(file, Path(folder, file.name))
-        theirs = read_json(given / "config.json") if (given / "config.json").is_file() else {}
-        config |= special_ids(given)
-        config |= {field: theirs[field] for field in (*TOKENS, "max_position_embeddings") if field in theirs}
+    theirs, generation = published_json(published)
+    longest = theirs.get("max_position_embeddings", 0)
+    longest = max(seq, longest) if is_of_kind(longest, 1) else seq
+    # All TOKENS are written: transformers' defaults of those that are absent are Llama 2's.
+    config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": longest}
+    config |= dict.fromkeys(TOKENS) | (tokens or {})
+    generation |= {name: config[name] for name in TOKENS if config[name] is not None}
     Path(folder, "config.json").write_text(json.dumps(config, indent=2))
+    Path(folder, GENERATION).unlink(missing_ok=True)  # of an earlier export
+    if generation:
+        Path(folder, GENERATION).write_text(json.dumps(generation, indent=2))
     for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index
         if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
             os.remove(os.path.join(folder, old))
@@ -487,6 +653,42 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
         files = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": size}, "weight_map": files}
         Path(folder, INDEX).write_text(json.dumps(index, indent=2))
+
+
+def published_json(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of config.json and generation_config.json in a published model's folder; {} where there is none."""
+    need(not folder or os.path.isdir(folder), f"{folder}: there is no such folder")
+    paths = [os.path.join(folder, name) for name in ("config.json", GENERATION)] if folder else []
+    config, generation = [read_json(path) if os.path.isfile(path) else {} for path in paths] or ({}, {})
+    return config, generation
+
+
+def published_tokens(folder: str) -> dict[str, list[int]]:
+    """The special tokens of a published model: a name in TOKENS -> the tokens, [] if it has none."""
+    found = {}
+    for name in TOKENS:
+        values = [content.get(name) for content in reversed(published_json(folder))]
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        found[name] = [*dict.fromkeys(token for token in sum(lists, []) if type(token) is int and token >= 0)]
+    return found
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None:
+    """Copy a tokenizer.json, and what is published beside it, into another folder.
+
+    Without `replace`, files that are there stay. A file of another name becomes tokenizer.json, without what lies
+    beside it: that belongs to some other tokenizer.
+    """
+    copies = {tokenizer: folder / "tokenizer.json"}
+    if tokenizer.name == "tokenizer.json":  # which may be missing: older models have only a tokenizer.model
+        copies = {file: folder / file.name for file in tokenizer_files(tokenizer.parent)}
+        more = tokenizer.parent / "additional_chat_templates"
+        copies |= {file: folder / more.name / file.name for file in more.glob("*.jinja")}
+    for file, target in copies.items():
+        target.parent.mkdir(exist_ok=True)
+        if replace or not target.exists():
+            with contextlib.suppress(shutil.SameFileError):
+                shutil.copyfile(file, target)
 
 
 def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ from run.checkpoint import Saver
 from run.data import Corpus, MicroBatch, Samples, note_shared, open_samples
 from run.log import GradientNoise, Log, profiling
 from run.ranks import HostCopy, agree, gather_objects, host_group, meet
-from run.tokenizing import Codec, codec_of
+from run.tokenizing import Codec, codec_of, description_of, same_tokenizer
 
 BEFORE = "before the first step"
 ROOT = Path(__file__).parent.parent
@@ -88,6 +88,7 @@ class Run:
     optimizer: Any = None  # a zero.Optimizer
     published: str = ""  # the folder with the model that the run, or the one it continues, began with; "": none
     tokenizer: str = ""  # the folder with the run's tokenizer.json, "" if there is none
+    described: dict = field(default_factory=dict)  # what an export says of the data, see cli.DESCRIBED
     codec: Codec | None = None  # for --sample-prompt
     saver: Saver | None = None
     resumed: Path | None = None  # the checkpoint that the run was resumed from
@@ -141,6 +142,8 @@ class Run:
                 agree(lambda: load_first(self, initial_weights(settings)), self.host)
         self.published = os.path.abspath(asked.init_from) if asked.init_from else saved.get("published", "")
         self.tokenizer = tokenizer_folder(asked.init_from, saved.get("tokenizer", ""), self.training.corpus)
+        longest = max(settings.batch.seq_len, saved["described"]["longest"] if saved else 0)
+        self.described = description_of(self.training.corpus) | dict(longest=longest)
         if asked.sample_prompt:
             self.codec = agree(lambda: codec_of(self.training.corpus, self.tokenizer), self.host)
             agree(lambda: self.codec and self.codec.prompt(asked.sample_prompt, asked.sample_chat), self.host)
@@ -149,9 +152,12 @@ class Run:
             pieces = list(checkpoint.pieces_of_run(optimizer, self.model.routers, self.groups, saving=True))
             continues = path is not None and os.path.realpath(path.parent) == os.path.realpath(asked.checkpoint_dir)
             self.saver = Saver(asked.checkpoint_dir, pieces, asked.keep_checkpoints,
-                               self.host, step if continues else 0)
+                               self.host, step if continues else None)
         if path and self.log.is_first_rank:
             print(f"resumed {path} after {step} steps", flush=True)
+            if 0 < settings.optim.steps <= step:
+                print(f"nothing to train: --steps {settings.optim.steps} counts from the beginning of the run, which "
+                      f"has {step}", flush=True)
 
     def steps(self, local_micro_batches: Callable[..., list[MicroBatch]]) -> Iterator[Step]:
         """The steps of a run that begins or is resumed, until --steps are done or it is asked to end; what is due
@@ -327,15 +333,20 @@ def description(run: Run) -> dict:
         given[name] = given[name] and os.path.abspath(given[name])
     return run.state.progress() | dict(
         settings=given, model=asdict(settings.model), grid=asdict(settings.grid), ranks=run.groups["world"].size,
-        corpus=run.training.identity(), tokenizer=run.tokenizer, published=run.published, torch=torch.__version__)
+        corpus=run.training.identity(), tokenizer=run.tokenizer, published=run.published, described=run.described,
+        torch=torch.__version__)
 
 
 def tokenizer_folder(init_from: str, resumed: str, corpus: Corpus) -> str:
-    """The folder with the run's tokenizer.json: --init-from, the resumed run's, or the data's. "" if there is none."""
-    for folder in (init_from, resumed, "" if corpus.is_text else str(corpus.files[0].parent)):
-        if folder and os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            return os.path.abspath(folder)
-    return ""
+    """The folder with the run's tokenizer.json: --init-from, the resumed run's, or the data's, which is the run's if
+    the two differ (--allow-mismatch). "" if there is none."""
+    data = "" if corpus.is_text else str(corpus.files[0].parent)
+    found = [Path(folder, "tokenizer.json") for folder in (init_from, resumed, data) if folder]
+    found = [file for file in found if file.is_file()]
+    if not found:
+        return ""
+    chosen = found[0] if same_tokenizer(found[0], found[-1]) else found[-1]
+    return os.path.abspath(chosen.parent)
 
 
 # ---- what a step reads ----------------------------------------------------------------------------------------------

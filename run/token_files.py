@@ -3,10 +3,11 @@
     tokens.bin      [ header | tokens, uint16 or uint32 ]
     tokens.mask     uint8, one for each token: 1, the model learns to predict it; 0, it only reads it
     tokens.starts   int64, the position of each document's first token
+    tokens.about    what ends a text or an answer, and the chat template, for exports (run/tokenizing.py)
 
-The last two are written where they are needed. Without a mask all tokens are targets. Without starts, a document begins
-at every separator, the token that the header names. Starts are needed where a text, or the template of a conversation,
-has that token inside a document: no value of a token says where a document begins.
+The last three are written where they are needed. Without a mask all tokens are targets. Without starts, a document
+begins at every separator, the token that the header names. Starts are needed where a text, or the template of a
+conversation, has that token inside a document: no value of a token says where a document begins.
 
 We also read .npy (one dimension of integers), llm.c's .bin with its header of 256 int32, Megatron's .bin with its .idx,
 and .bin without a header. For the last, `width_in` finds out from the bytes how wide a token is.

@@ -1,6 +1,7 @@
 """Text to tokens and back, and files of documents to token files.
 
     tokenizer.json    what a model's publisher trained: text -> ids
+    tokens.about      beside tokens.bin, in JSON: the tokens that end a text or an answer, and the chat template
     Codec             the same for a prompt and for what a model answers; bytes without a tokenizer
     tokenize          files of texts and conversations -> tokens.bin, with tokenizer.json beside it
     tokens_of         the same as a run begins, for a pretrained model and texts; kept for the next start
@@ -37,9 +38,9 @@ import numpy as np
 from tqdm import tqdm
 
 from core import config
-from core.config import need
+from core.config import is_of_kind, need
 from run import huggingface
-from run.chat import Rendered, Span, Template
+from run.chat import CHATML, Rendered, Span, Template
 from run.cli import note, speaking
 from run.texts import (
     KINDS,
@@ -413,7 +414,9 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     try:
         with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar:
             documents_of_all = chain.from_iterable(documents(each, bar.update, ignored) for each in found)
-            pieces = chain.from_iterable(map(pieces_of, with_template(documents_of_all, tokenizer_path)))
+            templates: list[Template] = []
+            rendered = with_template(documents_of_all, tokenizer_path, templates)
+            pieces = chain.from_iterable(map(pieces_of, rendered))
             for part in encoded(pieces, tokenizer):
                 writer.add(part)
                 unread += part.ids.count(tokenizer.token_to_id(unknown))
@@ -426,6 +429,10 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
                      "written there")
             writer.finish()
             copy_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
+            described = target.with_suffix(".about")
+            described.unlink(missing_ok=True)  # of a file that is replaced
+            if templates or marks.end is not None:
+                described.write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
             mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
             mask.unlink(missing_ok=True)  # of a file that is replaced
             starts.unlink(missing_ok=True)
@@ -456,13 +463,16 @@ def copy_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> No
         settings.write_text(json.dumps(names, indent=2))
 
 
-def with_template(given: Iterable[Document], tokenizer_path: str) -> Iterator[Text | Rendered]:
-    """The documents as text: conversations by the template, which is read at the first of them."""
-    template = None
+def with_template(given: Iterable[Document], tokenizer_path: str,
+                  templates: list[Template] | None = None) -> Iterator[Text | Rendered]:
+    """The documents as text: conversations by the template, which is read at the first of them. templates: a list that
+    gets the template then."""
+    templates = [] if templates is None else templates
     for document in given:
         if isinstance(document, Conversation):
-            template = template or Template(tokenizer_path)
-            yield from template.documents(document)
+            if not templates:
+                templates.append(Template(tokenizer_path))
+            yield from templates[0].documents(document)
         else:
             yield document
 
@@ -514,6 +524,116 @@ class Writer:
             for written in self.stream, self.mask_stream, starts_stream:
                 written.flush()
                 os.fsync(written.fileno())
+
+
+# ---- what an export says of the data ---------------------------------------------------------------------------------
+
+def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[str, Any]:
+    """The content of tokens.about: the tokens at which a program that generates should stop, and the chat template.
+
+    templates: [] if the data has no conversations. The template that is exported also writes the separator with which
+    a document of the data begins: without it, a prompt would be none that training has seen.
+    """
+    ends, source = [marks.begin if marks.end is None else marks.end], ""
+    if templates:
+        template, = templates
+        source = template.template or template.tokenizer.chat_template
+        separator = tokenizer.id_to_token(marks.begin)
+        if not isinstance(source, str):  # several, which are in the tokenizer's own files
+            source = ""
+        elif not template.begins_with(separator):
+            source = written(separator) + source
+        ends += [token for token in ends_of_answers(template, tokenizer, marks) if token not in ends]
+    return dict(eos_token_id=ends, chat_template=source)
+
+
+def written(text: str) -> str:
+    """What a chat template says to write this text."""
+    return "{{ " + json.dumps(text) + " }}"
+
+
+def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[int]:
+    """The tokens that end an answer, as far as they are tokens of their own: an answer may have others inside."""
+    text, is_written = template.end_of_answer()
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    says = [(token, text[start:stop].strip()) for token, (start, stop) in zip(encoding.ids, encoding.offsets)
+            if text[start:stop].strip()]
+    found = [token for token, _ in says[:1] if token in tokenizer.get_added_tokens_decoder()]
+    if says and not found:
+        note(f"answers end with {says[0][1]!r}, which is no special token: programs that read an export may not stop "
+             "there")
+    return found if is_written else [*found, marks.turn_end]
+
+
+def description_of(corpus: Any) -> dict[str, Any]:
+    """What a run.data.Corpus says of itself, for run.json: cli.DESCRIBED without the longest sample."""
+    if corpus.is_text:
+        is_chat = not all(mask[:].all() for mask in corpus.masks)
+        template = written(SEPARATORS[0]) + CHATML if is_chat else ""
+        return dict(is_bytes=True, bos=BYTES_SEPARATOR, eos=[BYTES_SEPARATOR], chat_template=template)
+    separator = -1 if corpus.separator is None else corpus.separator
+    eos: list[int] = []
+    template = ""
+    for file in corpus.files:
+        described = read_description(file)
+        for token in described.get("eos_token_id", [separator] if separator >= 0 else []):
+            if token not in eos and 0 <= token < corpus.vocab:
+                eos.append(token)
+        template = template or described.get("chat_template", "")
+    return dict(is_bytes=False, bos=separator, eos=eos, chat_template=template)
+
+
+def read_description(tokens: Path) -> dict[str, Any]:
+    """tokens.about beside a token file; {} if there is none, or if it is something else."""
+    try:
+        content = json.loads(tokens.with_suffix(".about").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = dict(eos_token_id=[0], chat_template="")
+    is_ours = isinstance(content, dict) and all(is_of_kind(content.get(name), example)
+                                                for name, example in known.items())
+    return content if is_ours else {}
+
+
+def byte_tokenizer() -> Any:
+    """The tokenizer of a model that reads text as bytes: token n is the byte n, and BYTES_SEPARATOR is <|endoftext|>.
+
+    The tokenizers library writes bytes as characters, as GPT-2 does: those that print as themselves, others from
+    chr(256) on.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in prints]
+    vocabulary = {chr(byte if byte in prints else 256 + others.index(byte)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(SEPARATORS[0], special=True)])
+    return tokenizer
+
+
+def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, Any]) -> None:
+    """Write the files of a run's tokenizer into the folder of an export, and the chat template of its data.
+
+    tokenizer_folder: with tokenizer.json; "": there is none. described: see cli.DESCRIBED.
+    """
+    target = Path(folder)
+    path, settings, template = (target / name for name in (
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
+    if not (tokenizer_folder and os.path.samefile(tokenizer_folder, target)):
+        for old in (path, settings, template):  # of an earlier export
+            old.unlink(missing_ok=True)
+    if described["is_bytes"]:
+        byte_tokenizer().save(str(path))
+    elif tokenizer_folder:
+        huggingface.copy_tokenizer(Path(tokenizer_folder, "tokenizer.json"), target, replace=True)
+    if described["chat_template"]:
+        template.write_text(described["chat_template"], encoding="utf-8")
+    if path.is_file() and not settings.exists():  # transformers would make another tokenizer, by the model's type
+        tokenizer = read_tokenizer(str(path))
+        names = dict(bos_token=described["bos"], eos_token=(described["eos"] or [-1])[0])
+        content = {name: tokenizer.id_to_token(token) for name, token in names.items() if token >= 0}
+        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | content, indent=1))
 
 
 # ---- texts for a pretrained model -----------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """Any grid writes a checkpoint, any grid reads it; a resumed run is the uninterrupted one; what is damaged is named."""
+import errno
 import gc
 import json
 import logging
@@ -429,6 +430,24 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
     busy.lock.close()
 
 
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capfd):
+    """Any other failure of a lock is one of the folder."""
+    def fails(number: int):
+        def flock(*_) -> None:
+            raise OSError(number, os.strerror(number))
+        return flock
+    for number in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+        monkeypatch.setattr(checkpoint.fcntl, "flock", fails(number))
+        folder = tmp_path / str(number)
+        saved(folder)
+        assert (folder / "step-000001" / "run.json").is_file()
+        assert re.fullmatch(rf"train.py: warning: --checkpoint-dir {folder}: this file system has no locks \(.*\), so "
+                            r"nothing prevents another run from writing there\n", capfd.readouterr().err)
+    monkeypatch.setattr(checkpoint.fcntl, "flock", fails(errno.EIO))
+    with pytest.raises(ValueError, match="cannot be written to: Input/output error"):
+        saved(tmp_path / "broken")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tokens) -> Path:
     """A run of two steps, on a mixture."""
@@ -465,6 +484,44 @@ def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens
     if "--layers" not in flags and "--init-from" not in flags and "--allow-mismatch" not in flags:
         said = run(f"--resume {trained} --checkpoint-dir {tmp_path / 'new'} --steps 3 --allow-mismatch {flags}")
         assert "trained 3 steps" in said and f"resumed {trained}/step-000002 after 2 steps\n" in said
+
+
+def test_a_run_that_ended_is_continued_with_more_steps_and_says_what_follows(tokens, tmp_path, capsys):
+    """With as many steps or fewer nothing is left to do, and nothing is lost. A run saved before its first step has
+    all of them left, in the same folder."""
+    folder = tmp_path / "run"
+    run(f"{SMALL} --data {tokens} --steps 0 --checkpoint-dir {folder} --export-hf {tmp_path}/hf")
+    assert "resumed" in (said := run(f"--resume auto --checkpoint-dir {folder} --steps 2 --lr 1e-3 --warmup 0"))
+    assert "trained 2 steps" in said and "nothing to train" not in said
+    for steps in (1, 2):
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+        said = run(f"--resume auto --checkpoint-dir {folder} --steps {steps}")
+        assert f"nothing to train: --steps {steps} counts from the beginning of the run, which has 2\n" in said
+        assert before == {path: path.stat().st_mtime_ns for path in before}
+    line, rises = f"--resume auto --checkpoint-dir {folder}", "--steps 4: the learning rate rises again, from --min-lr "
+    capsys.readouterr()
+    for flags, warned in (("--steps 4", True), ("--steps 2", False), ("--steps 0", False),
+                          ("--steps 4 --lr-schedule constant --lr 1e-4", False)):
+        settings = cli.parse(f"{line} {flags}".split())
+        assert (rises in capsys.readouterr().err) == warned, flags
+    assert train.learning_rate(2, settings.optim) == 1e-4 == cli.parse(line.split()).optim.min_lr
+    assert train.learning_rate(2, cli.parse(f"{line} --steps 4".split()).optim) > 1.1e-4
+
+
+def test_a_preset_that_contradicts_the_checkpoint_is_refused(trained, tokens):
+    """Also the tiny one, whose settings are all defaults. The preset of the run before goes with what flags changed."""
+    line = f"--resume {trained} --data {tokens} {trained}/other.npy".split()
+    was = cli.read_run(next(trained.glob("step-*")))["model"]
+    assert was["preset"] == "tiny" and was["layers"] == 2
+    assert cli.parse([*line, "--preset", "tiny"]).model == config.Model(**was)
+    with pytest.raises(ValueError, match="^--preset smollm-135m: has --layers 30: the checkpoint's model has 2; give "):
+        cli.parse([*line, "--preset", "smollm-135m"])
+    found = cli.resumed_run(str(trained), "")
+    other = dict(model=was | dict(preset="other"), settings=found["settings"] | dict(preset="other"))
+    with patch.object(cli, "resumed_run", lambda *_: found | other):
+        with pytest.raises(ValueError, match="^--preset tiny: has --layers 4: the checkpoint's model has 2; give "):
+            cli.parse([*line, "--preset", "tiny"])
+        assert cli.parse([*line, "--preset", "tiny", "--allow-mismatch"]).model.layers == 4
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks_without_a_flag(pool, tokens, tmp_path):

@@ -196,6 +196,17 @@ def test_conversations_without_a_tokenizer_are_chatml_in_bytes(tmp_path):
         "ü!<|im_end|>\n")
 
 
+def test_the_separator_behind_an_answer_of_bytes_is_learned_and_behind_a_question_it_is_not(tmp_path):
+    asked, answered = dict(role="user", content="a"), dict(role="assistant", content="b")
+    records = [[asked, answered], [asked, answered, asked], [asked, answered], [asked, answered | dict(weight=0)],
+               [asked, answered]]
+    (tmp_path / "chat.jsonl").write_bytes(as_lines([dict(messages=each) for each in records]))
+    corpus = Corpus([str(tmp_path / "chat.jsonl")], 257)
+    tokens, begins, targets = corpus.read(0, len(corpus))
+    assert begins.sum() == 5 and targets[begins].tolist() == [False, True, False, True, False]
+    assert bytes(tokens[targets & ~begins].astype(np.uint8)).decode() == "b<|im_end|>\n" * 4
+
+
 # ---- folders --------------------------------------------------------------------------------------------------------
 
 def test_of_a_folder_links_and_other_encodings_are_read_and_all_else_is_named(tmp_path, capsys):

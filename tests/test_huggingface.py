@@ -140,6 +140,96 @@ def test_a_published_model_gives_the_same_logits_here(case, published):
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), shard
 
 
+def tied_with_its_own_head(weights: dict) -> dict:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0).contiguous()}
+
+
+def tied_with_a_copy(weights: dict) -> dict:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+def only_the_head(weights: dict) -> dict:
+    return {name.replace("model.embed_tokens", "lm_head"): weight for name, weight in weights.items()}
+
+
+def without_model(weights: dict) -> dict:
+    return {name.removeprefix("model."): weight for name, weight in weights.items()}
+
+
+def compiled(weights: dict) -> dict:
+    return {"_orig_mod." + name: weight for name, weight in weights.items()}
+
+
+def wrapped_by_layer(weights: dict) -> dict:
+    return {name.replace(".self_attn.", "._orig_mod.self_attn."): weight for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("case, changed, tied", [
+    ("llama tied", tied_with_its_own_head, False), ("llama tied", tied_with_a_copy, True),
+    ("llama tied", only_the_head, True), ("llama tied", without_model, True), ("mixtral", without_model, False),
+    ("deepseek", compiled, False), ("qwen2", compiled, True), ("qwen3", wrapped_by_layer, False)])
+def test_other_names_of_the_same_weights_are_known(case, changed, tied, published, tmp_path, capsys):
+    """Those that transformers knows, too, give the logits of what it opens; it does not know names of wrappers."""
+    shutil.copytree(published(case), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(changed(safetensors.torch.load_file(path)), path)
+    wrapper = changed in (compiled, wrapped_by_layer)
+    theirs = of_transformers(case) if wrapper else transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    settings = cli.parse(f"--data {__file__} --vocab 257 --init-from {tmp_path}".split())
+    assert settings.model.tied == tied
+    said = f"train.py: warning: {tmp_path}: config.json ties embedding and head, but there are weights of both"
+    assert (said in capsys.readouterr().err) == (changed is tied_with_its_own_head)
+    want = logits(theirs)
+    assert (logits(loaded(str(tmp_path))) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_a_class_without_a_head_is_read_if_embedding_and_head_are_tied(published, tmp_path):
+    for case in ("qwen2", "llama"):
+        of_transformers(case).model.save_pretrained(tmp_path)
+        model = config.Model(**huggingface.read_config(str(tmp_path)))
+        if model.tied:
+            assert torch.equal(logits(loaded(str(tmp_path))), logits(loaded(published(case))))
+    with refused(f"{tmp_path}: has no tensor lm_head.weight, which the model asks for"):
+        huggingface.check_weights(str(tmp_path), model, allow_mismatch=True)
+
+
+@pytest.mark.parametrize("case, flag, name", [("llama tied", "--no-tied", "head"), ("llama", "--tied", "embedding")])
+def test_embedding_and_head_begin_alike_if_a_flag_changes_whether_they_are_tied(case, flag, name, published):
+    """If a flag ties those that are not, the head is a weight that the model does not use."""
+    folder = published(case)
+    line = f"--data {__file__} --vocab 61 --data-dtype uint16 --init-from {folder} {flag}".split()
+    if flag == "--tied":
+        with refused(f"{folder}: has lm_head.weight, which the model does not use: give --allow-mismatch"):
+            cli.parse(line)
+        line.append("--allow-mismatch")
+    llama = filled(cli.parse(line).model, huggingface.source(folder))
+    table = next(param for param in llama.parameters() if param.spec.name == name)
+    assert torch.equal(table, of_transformers(case).model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "experts" in str(CASES[case])])
+def test_experts_that_transformers_has_saved_as_one_tensor_are_read(case, tmp_path):
+    of_transformers(case).save_pretrained(tmp_path, save_original_format=False, max_shard_size="20KB")
+    assert any(name.endswith("experts.gate_up_proj") for name in huggingface.weights_in(str(tmp_path)).files)
+    model = cli.parse(f"--data {__file__} --vocab 257 --init-from {tmp_path}".split()).model
+    assert model.experts == CASES[case][1].get("num_local_experts") or 8
+    want = logits(of_transformers(case))
+    assert (logits(loaded(str(tmp_path))) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("flags", ["--preset llama-3.2-1b", "--preset qwen2.5-0.5b", "--preset qwen3-8b", "--mtp",
+                                   "--preset mixtral-8x7b", "--preset tiny-moe --dense-layers 2 --shared-experts 1",
+                                   "--preset deepseek-v3 --layers 4 --experts 8 --top-k 2 --expert-groups 1 "
+                                   "--top-groups 1", "--preset kimi-k2 --q-lora-rank 0 --layers 3 --experts 8"])
+def test_the_names_of_a_model_are_those_that_it_builds(flags):
+    """Without those of the block of multi-token prediction, which no published model of these classes names so."""
+    model = rules.parse(f"--data {__file__} --layers 3 {flags}".split()).model
+    with torch.device("meta"):
+        llama = Llama(model, NO_GROUPS, Execution(device="meta"))
+    built = {spec.name for spec in specs_of(llama) if not spec.name.startswith(f"layers.{model.layers}.")}
+    assert set(huggingface.weights_of(model)) == built
+
+
 @pytest.mark.parametrize("flags", ["--tp 2 --ep 2 --dtype bf16", "--pp 2"])
 def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, published, tmp_path, flags):
     """Biases in fp32, as transformers' are, although weights are in bf16: rounded, they would choose other experts."""
@@ -247,9 +337,11 @@ def test_settings_that_config_json_leaves_out_are_transformers_defaults(architec
     assert got["rope_theta"] == theirs.rope_parameters["rope_theta"] and got["rope_scaling"] == 1
     assert got["window"] == (getattr(theirs, "sliding_window", None) or 0)
     assert got.get("expert_ffn") in (None, getattr(theirs, "moe_intermediate_size", theirs.intermediate_size))
-    for field, ours in huggingface.FIELDS.items():
-        if ours not in ("head_dim", "window", "expert_ffn") and ours in got and hasattr(theirs, field):
-            assert got[ours] == getattr(theirs, field), field
+    compared = [(name, field.ours) for name, field in huggingface.FIELDS.items()
+                if field.ours in got.keys() - {"head_dim", "window", "expert_ffn"} and hasattr(theirs, name)]
+    assert len(compared) >= 8
+    for name, ours in compared:
+        assert got[ours] == getattr(theirs, name), name
 
 
 @pytest.mark.parametrize("architecture, layers, settings", [
@@ -321,8 +413,8 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
      "sliding_window 7, but not in layers [1, 2]: must be in all"),  # as many as every second
     (dict(WINDOW, layer_types=["sliding_attention"] * 2), "one per layer"),
     (dict(WINDOW, layer_types=["chunked_attention"] * 3), "must be full_attention or sliding_attention"),
-    (dict(WINDOW, layer_types=[{}] * 3), "must be full_attention or sliding_attention"),
-    (dict(MOE, mlp_only_layers=5), "mlp_only_layers 5: only the first"),
+    (dict(WINDOW, layer_types=[{}] * 3), "layer_types [{}, {}, {}]: must be "),
+    (dict(MOE, mlp_only_layers=5), "mlp_only_layers 5: "),
     (dict(MOE, mlp_only_layers=[1]), "mlp_only_layers [1]: only the first layers can be dense"),
     *((changed, "") for changed in (
         dict(model_type="qwen3"), dict(num_hidden_layers=10**10), dict(hidden_act="gelu"), dict(attention_dropout=0.1),
@@ -338,6 +430,24 @@ def test_settings_that_are_not_implemented_are_refused_in_one_line(changed, mess
     message = message or f"{field} {json.dumps(value)}: must be "
     with refused(f"{tmp_path}/config.json: ", message):
         read(tmp_path, SMALL | dict(architectures=["Qwen2ForCausalLM"]) | changed)
+
+
+@pytest.mark.parametrize("architecture", huggingface.ARCHITECTURES)
+def test_values_that_transformers_refuses_are_refused(architecture):
+    """Values of another kind. Unlike transformers, a number may be written as a whole number."""
+    kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    reads = {name for name, field in huggingface.FIELDS.items() if field.only} | set(
+        huggingface.ARCHITECTURES[architecture].defaults)
+    tried = 0
+    for name in reads & set(vars(kind(**SMALL))):
+        for value in (True, -1, 1.5, "1", [True], {}):
+            try:
+                kind(**SMALL | {name: value})
+            except Exception:  # of several classes
+                tried += 1
+                with refused(f": {name} {json.dumps(value)}: "):
+                    huggingface.model_fields(SMALL | dict(architectures=[architecture]) | {name: value}, "")
+    assert tried >= 50
 
 
 @pytest.mark.parametrize("content, message", [
@@ -372,6 +482,8 @@ def with_embeddings(folder, changed):
     (lambda folder: change(folder / INDEX, weight_map={"a": "/b"}), "names /b, which is outside of its folder"),
     (lambda folder: os.truncate(folder / SECOND, 5000), f"/{SECOND}: cannot be read: "),
     (lambda folder: change(folder / INDEX, weight_map={EMBEDDINGS: SECOND}), f"/{SECOND}: cannot read {EMBEDDINGS}"),
+    (lambda folder: change(folder / INDEX, weight_map={"norm.weight": SECOND, "model.norm.weight": SECOND}),
+     ": has norm.weight and model.norm.weight, which are names of one weight"),
     (lambda folder: os.truncate(folder / INDEX, 100), "/model.safetensors.index.json: is no JSON"),
     (lambda folder: change(folder / "config.json", num_key_value_heads=6),
      "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
@@ -409,6 +521,26 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
         cli.parse(["--data", __file__, "--vocab", "257", "--init-from", str(folder), "--allow-mismatch"])
     with pytest.raises(ValueError, match=r"has model\.layers\.2\.\S+ and \d+ more tensors"):
         cli.parse(["--data", __file__, "--layers", "2", "--init-from", published(case)])
+
+
+def test_what_is_missing_is_said_first_and_no_flag_is_advised_that_could_not_help(published, tmp_path):
+    """Before torch is imported. What is left out by --allow-mismatch is named, too."""
+    shutil.copytree(published("qwen3"), tmp_path, dirs_exist_ok=True)
+    path, line = tmp_path / "model.safetensors", f"--data {__file__} --vocab 257 --init-from {tmp_path}".split()
+    weights = safetensors.torch.load_file(path)
+    more = weights | {"optimizer": torch.ones(4)}
+    safetensors.torch.save_file(more, path)
+    assert huggingface.check_weights(str(tmp_path), cli.parse([*line, "--allow-mismatch"]).model, True) == [
+        f"{tmp_path}: has optimizer, which the model does not use"]
+    first, last = "model.layers.0.self_attn.k_norm.weight", "model.layers.2.mlp.up_proj.weight"
+    safetensors.torch.save_file({name: weight for name, weight in more.items() if name not in (first, last)}, path)
+    code = ("import sys; from run import cli\ntry: cli.parse(sys.argv[1:])\nexcept ValueError as error: print(error)\n"
+            "assert 'torch' not in sys.modules")
+    for flags in ([], ["--allow-mismatch"]):
+        done = subprocess.run([sys.executable, "-c", code, *line, *flags], cwd=ROOT, check=True, capture_output=True,
+                              text=True)
+        assert done.stdout == (f"{tmp_path}: has no tensor {first} and 1 more tensors, which the model asks for; has "
+                               "optimizer, which the model does not use\n")
 
 
 def test_a_weight_that_the_published_model_has_not_is_refused(published):
@@ -490,32 +622,55 @@ def test_a_file_is_as_full_as_it_may_be(published):
     assert all(sum(size) + first > 30000 for size, (first, *_) in pairwise(sizes))
 
 
-def test_tokens_and_tokenizer_are_those_of_the_published_model(published, tmp_path):
-    """The longest sequence, too; of a tokenizer every file that transformers reads, and nothing else. Of the first of
-    several folders, also if that is where the export goes, and the data may be; without a config.json, too."""
+def test_special_tokens_are_those_that_are_given_and_settings_of_generation_the_published_ones(published, tmp_path):
+    """The longest sequence is the longer one of the published and the trained."""
+    llama, given, folder = loaded(published("llama")), tmp_path / "given", tmp_path / "out"
+    given.mkdir()
+    for name, content in (("config", dict(bos_token_id=1, eos_token_id=9, max_position_embeddings=777)),
+                          ("generation_config", dict(eos_token_id=[9, 8], temperature=0.25, do_sample=True))):
+        (given / f"{name}.json").write_text(json.dumps(content))
+    assert huggingface.published_tokens(str(given)) == dict(bos_token_id=[1], eos_token_id=[9, 8], pad_token_id=[])
+    tokens = dict(bos_token_id=0, eos_token_id=[2, 3])
+    for from_folder, seq, longest, temperature in [(str(given), 99, 777, 0.25), (str(given), 999, 999, 0.25),
+                                                   ("", 99, 99, 1.0)]:
+        export(llama, folder, seq=seq, published=from_folder, tokens=tokens)
+        settings = transformers.AutoConfig.from_pretrained(folder)
+        assert settings.max_position_embeddings == longest
+        for each in (settings, transformers.GenerationConfig.from_pretrained(folder)):
+            assert (each.bos_token_id, each.eos_token_id, each.pad_token_id) == (0, [2, 3], None)
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert (generation.temperature or 1.0) == temperature
+    export(llama, folder)
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    assert (settings.bos_token_id, settings.eos_token_id) == (None, None)
+    with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
+        export(llama, folder, published=str(tmp_path / "none"))
+
+
+def test_a_tokenizer_is_copied_with_every_file_that_transformers_reads_and_nothing_else(tmp_path):
+    """Unless it has a name of its own; what is there is replaced only if asked for."""
     from transformers import tokenization_utils_base as base
     names = {base.SPECIAL_TOKENS_MAP_FILE, base.ADDED_TOKENS_FILE, base.TOKENIZER_CONFIG_FILE, base.FULL_TOKENIZER_FILE,
-             base.CHAT_TEMPLATE_FILE, "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt"}
-    llama, given, other, folder = loaded(published("llama")), *(tmp_path / name for name in ("given", "other", "out"))
-    for path, described in ((given, dict(bos_token_id=0, eos_token_id=[2, 3], max_position_embeddings=777)),
-                            (other, dict(bos_token_id=1, max_position_embeddings=555))):
+             base.CHAT_TEMPLATE_FILE, "tokenizer.model", "vocab.json", "merges.txt"}
+    given, folder, alone = (tmp_path / name for name in ("given", "out", "alone"))
+    for path in (given, folder, alone):
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(described))
-        for name in names | {"model-00001-of-00002.safetensors", "README.md", "pytorch_model.bin"}:
-            (path / name).write_text(f"{path.name} {name}")
-    for folders, to, bos, eos, longest in [
-            ([""], tmp_path / "bare", None, None, 99), (["", given, other], folder, 0, [2, 3], 777),
-            ([given], given, 0, [2, 3], 777)]:
-        export(llama, to, seq=99, published=map(str, folders))
-        settings = transformers.AutoConfig.from_pretrained(to)
-        assert (settings.bos_token_id, settings.eos_token_id, settings.max_position_embeddings) == (bos, eos, longest)
-    assert {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"} == names
-    assert all((path / name).read_text() == f"given {name}" for name in names for path in (folder, given))
-    (other / "config.json").unlink()
-    export(llama, folder, published=[str(other)])
-    assert (folder / "vocab.json").read_text() == "other vocab.json"
-    with pytest.raises(ValueError, match=f"{tmp_path}/none: there is no such folder"):
-        export(llama, folder, published=[tmp_path / "none"])
+    for name in names | {"model-00001-of-00002.safetensors", "README.md", "other.json"}:
+        (given / name).write_text(name)
+    (given / base.CHAT_TEMPLATE_DIR).mkdir()
+    (given / base.CHAT_TEMPLATE_DIR / "tool_use.jinja").write_text("tools")
+    (folder / "vocab.json").write_text("mine")
+    huggingface.copy_tokenizer(given / "tokenizer.json", folder)
+    assert {path.name for path in folder.iterdir()} == names | {base.CHAT_TEMPLATE_DIR}
+    assert (folder / "vocab.json").read_text() == "mine"
+    assert (folder / base.CHAT_TEMPLATE_DIR / "tool_use.jinja").read_text() == "tools"
+    for to in (folder, given):
+        huggingface.copy_tokenizer(given / "tokenizer.json", to, replace=True)
+    assert all((path / name).read_text() == name for name in names for path in (folder, given))
+    huggingface.copy_tokenizer(given / "other.json", alone)
+    assert [path.name for path in alone.iterdir()] == ["tokenizer.json"]
+    assert (alone / "tokenizer.json").read_text() == "other.json"
 
 
 @pytest.mark.parametrize("flags, says", [
