@@ -59,7 +59,7 @@ def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tup
     """
     S, N, D = len(x), model.heads, model.head_dim
     R, r, v = model.kv_lora_rank, model.rope_head_dim, model.value_dim
-    cos, sin = rotary_angles(torch.arange(S), model, x.dtype)  # [S, 1, r/2]
+    cos, sin = rotary_angles(torch.arange(S), model, x.dtype, S)  # [S, 1, r/2]
 
     # What is cached.
     latent, shared_key = (x @ weights["w_kv_down"].T).split([R, r], -1)
@@ -80,7 +80,7 @@ def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tup
     queries = torch.cat((q, rotate_pairs(rotated, cos, sin)), -1)  # [S, N, D]
 
     # Attention.
-    scores = torch.einsum("ind,jnd->nij", queries, keys) / D ** 0.5
+    scores = torch.einsum("ind,jnd->nij", queries, keys) / D ** 0.5 * model.score_factor
     is_later = torch.ones(S, S, dtype=torch.bool).triu(1)
     p = scores.masked_fill(is_later, -torch.inf).softmax(-1)
     o = torch.einsum("nij,jnv->inv", p, values)
@@ -127,6 +127,7 @@ class LatentAttention(nn.Module):
             return Spec(name + weight, (rows, columns), along, std=std)
 
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
+        self.score_factor = model.score_factor
         self.widths = [R, r, Q]  # of the two down-projections of x: latent, shared key, latent of queries
         self.head_widths = [D - r, v]  # of the two parts that w_kv_up computes for a head: k, value
         down = [spec("w_kv_down", R + r, H, norm_along)]
@@ -150,6 +151,8 @@ class LatentAttention(nn.Module):
             # With --recompute selective, this frees h = self.q_norm(q_latent), once q has been computed from h. When
             # the backward of q begins, h is computed again.
             context.recompute.drop(h, q, self.q_norm, q_latent)
+        if self.score_factor != 1:
+            q = q * self.score_factor  # in place of scores: the attention kernels know only 1 / sqrt(D)
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
         q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
 

@@ -108,10 +108,11 @@ class Attention(nn.Module):
     """Grouped-query attention. A tensor parallel rank has N/t query heads, and K/t key and value heads (at least 1).
     """
 
-    def __init__(self, layer: int, config: Model, make: MakeParameter, t: int):
+    def __init__(self, layer: int, config: Model, make: MakeParameter, t: int, norm_along: dict):
         super().__init__()
         H, D, name = config.hidden, config.head_dim, f"layers.{layer}.attention."
         self.layer, self.window, self.head_dim = layer, config.window_of(layer), D
+        self.has_rope = config.has_rope(layer)
         kv_heads = max(config.kv_heads // t, 1)
         self.head_counts = [config.heads // t, kv_heads, kv_heads]  # of q, k and v, on this rank
 
@@ -128,7 +129,10 @@ class Attention(nn.Module):
         weights = [Spec(f"{name}w{x}", (rows, H), along, std=INIT_STD) for x, rows, along in projections]
         biases = [Spec(f"{name}b{x}", (rows,), along, decay=False) for x, rows, along in projections]
         self.qkv = ColumnParallelLinear(make, *weights, biases=biases if config.qkv_bias else [])
-        self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(config)))
+        # The output's bias is whole on each rank, and is added to the tokens that a norm sees: it gets its gradient as
+        # a norm does.
+        self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(config)),
+                                     Spec(name + "bo", (H,), norm_along, decay=False) if config.out_bias else None)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             # Whole on each rank. Each rank's heads give one term of the gradient (with kv_copy, its queries do).
@@ -139,12 +143,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         qkv = self.qkv(x, context.tp)  # [T, n D], n heads of q, k and v: one gather and one matmul for all three
         qkv = rearrange(qkv, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
-        if self.q_norm is None:
+        if self.has_rope and self.q_norm is None:
             q, k, v = rotate_and_split(qkv, context.angles, self.head_counts)  # v is not rotated
         else:
             q, k, v = qkv.split(self.head_counts, dim=2)
-            (q,) = rotate_and_split(self.q_norm(q), context.angles, self.head_counts[:1])
-            (k,) = rotate_and_split(self.k_norm(k), context.angles, self.head_counts[1:2])
+            if self.q_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if self.has_rope:
+                (q,) = rotate_and_split(q, context.angles, self.head_counts[:1])
+                (k,) = rotate_and_split(k, context.angles, self.head_counts[1:2])
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v, self.window)
         q, k, v = (rearrange(heads, "b s n d -> b n s d") for heads in (q, k, v))
@@ -154,15 +161,22 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU. A tensor parallel rank has F/t of its channels."""
+    """SwiGLU. A tensor parallel rank has F/t of its channels.
 
-    def __init__(self, name: str, ffn: int, config: Model, make: MakeParameter):
+    biases_along: how the bias of w_down, which is whole on each rank, gets its gradient. None: there are no biases.
+    """
+
+    def __init__(self, name: str, ffn: int, config: Model, make: MakeParameter, biases_along: dict | None = None):
         super().__init__()
         gate = Spec(name + "w_gate", (ffn, config.hidden), {"tp": 0}, std=INIT_STD)
         up = Spec(name + "w_up", (ffn, config.hidden), {"tp": 0}, std=INIT_STD)
         down = Spec(name + "w_down", (config.hidden, ffn), {"tp": 1}, std=output_std(config))
-        self.gate_up = ColumnParallelLinear(make, gate, up)
-        self.down = RowParallelLinear(make, down)
+        biases, bias = [], None
+        if biases_along is not None:
+            biases = [Spec(name + b, (ffn,), {"tp": 0}, decay=False) for b in ("b_gate", "b_up")]
+            bias = Spec(name + "b_down", (config.hidden,), biases_along, decay=False)
+        self.gate_up = ColumnParallelLinear(make, gate, up, biases=biases)
+        self.down = RowParallelLinear(make, down, bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         gate_up = self.gate_up(x, context.tp)
@@ -189,12 +203,12 @@ class Block(nn.Module):
         if config.kv_lora_rank:
             self.attention = LatentAttention(layer, config, make, norm_along, INIT_STD, output_std(config))
         else:
-            self.attention = Attention(layer, config, make, t)
+            self.attention = Attention(layer, config, make, t, norm_along)
         self.ffn_norm = RMSNorm(make, name + "ffn_norm", config.hidden, config.norm_eps, norm_along)
         if config.has_experts(layer):
             self.ffn = MixtureOfExperts(layer, config, make, groups, balance)
         else:
-            self.ffn = FeedForward(name + "ffn.", config.ffn, config, make)
+            self.ffn = FeedForward(name + "ffn.", config.ffn, config, make, norm_along if config.ffn_bias else None)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
@@ -376,7 +390,7 @@ class Llama(nn.Module):
         if key not in self.cached_angles:
             cp = self.groups.get("cp", ALONE)
             positions = own_positions(length, cp.size, cp.rank, device)
-            self.cached_angles[key] = rotary_angles(positions, self.config, self.execution.dtype)
+            self.cached_angles[key] = rotary_angles(positions, self.config, self.execution.dtype, length * cp.size)
         return self.cached_angles[key]
 
     def make_context(self, stage: int, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Any,
@@ -396,7 +410,8 @@ class Llama(nn.Module):
         if positions is None:
             angles = self.angles_in_sequence(tokens.shape[1], tokens.device)
         else:
-            angles = rotary_angles(positions, config, execution.dtype)
+            length = earlier + tokens.shape[1] * cp.size
+            angles = rotary_angles(positions, config, execution.dtype, length)
         return ForwardContext(tp, seq=tokens.shape[1], angles=angles, attention=attention, recompute=self.recompute,
                               routing=routing, cache=cache, gather_latents=partial(gather_tokens, group=cp),
                               next_tokens=next_tokens)

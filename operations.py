@@ -26,6 +26,7 @@ RMSNorm: Zhang & Sennrich 2019; SwiGLU: Shazeer 2020; rotary embedding: Su et al
 sliding windows: Beltagy et al. 2020, as in Mistral: Jiang et al. 2023.
 Shapes: B batch, S sequence, T = B S, N query heads, K key and value heads, D head width, F ffn, rows x columns scores.
 """
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -218,21 +219,54 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 #
 # Both functions write into x and return its memory, so x must not be used afterwards.
 
-def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions: Tensor, model: Model, dtype: torch.dtype, length: int = 0) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles, in acc_dtype(dtype): [S] or [B, S] positions -> [..., S, 1, rotated_dim/2], one
-    angle per pair."""
+    angle per pair. With YaRN both include model.rotary_factor.
+
+    length: the tokens of a whole sequence. Only --rope-type dynamic reads it.
+    """
     dtype = acc_dtype(dtype)
     even = torch.arange(0, model.rotated_dim, 2, device=positions.device, dtype=dtype)
-    frequency = model.rope_theta ** (-even / model.rotated_dim)
-    if model.rope_scaling != 1:
-        # Llama 3.1 lowers the frequency of slow pairs. `turns` is how often a pair turns in the 8192 tokens of
-        # pre-training. Pairs that make at most 1 turn have their frequency divided by rope_scaling. Pairs that make at
-        # least 4 turns keep theirs. In between, the frequency is interpolated.
-        turns = 8192 * frequency / (2 * torch.pi)
-        unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
-        frequency = frequency * (unscaled + (1 - unscaled) / model.rope_scaling)
-    angle = positions[..., None, None].to(dtype) * frequency
-    return angle.cos(), angle.sin()
+    angle = positions[..., None, None].to(dtype) * rotary_frequencies(even, model, length)
+    cos, sin = angle.cos(), angle.sin()
+    if model.rotary_factor != 1:
+        cos, sin = cos * model.rotary_factor, sin * model.rotary_factor
+    return cos, sin
+
+
+# For contexts longer than in pre-training, slow pairs would come to angles that they had never reached. So their
+# frequency is lowered. With L = original_seq_len, a pair of frequency f makes L f / 2 pi turns in pre-training.
+#
+#     linear     divides every frequency by rope_scaling, as if positions were closer to each other (Chen et al. 2023).
+#     llama3     divides it for pairs that make at most 1 turn, and keeps it for pairs that make at least fast_turns.
+#                Between them, the share that is kept rises linearly with the number of turns (Llama 3.1).
+#     yarn       does the same, but the share rises linearly with the number of the pair (Peng et al. 2023). Besides,
+#                scores are multiplied by a factor: see rotary_factor and score_factor of core/config.py's Model.
+#     dynamic    raises theta, for sequences longer than L only. The fastest pair keeps its frequency, and the slowest
+#                is divided by rope_scaling x length / L - (rope_scaling - 1).
+
+def rotary_frequencies(even: Tensor, model: Model, length: int) -> Tensor:
+    """Return the angle per token of each pair, [rotated_dim/2]. even: 0, 2, ..., rotated_dim - 2."""
+    d, theta, factor = model.rotated_dim, model.rope_theta, model.rope_scaling
+    if model.rope_type == "dynamic":
+        growth = max(length / model.original_seq_len, 1.0)
+        theta = theta * (factor * growth - (factor - 1)) ** (d / (d - 2))
+    frequency = theta ** (-even / d)
+    if factor == 1 or model.rope_type == "dynamic":
+        return frequency
+    if model.rope_type == "linear":
+        return frequency / factor
+    if model.rope_type == "llama3":
+        turns = model.original_seq_len * frequency / (2 * torch.pi)
+        kept = ((turns - 1) / (model.fast_turns - 1)).clamp(0, 1)
+    else:
+        def pair_with(turns: float) -> float:  # its number, if pairs were numbered continuously
+            return d * math.log(model.original_seq_len / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+        first = max(math.floor(pair_with(model.fast_turns)), 0)  # the last pair that is kept
+        last = min(math.ceil(pair_with(1)), d - 1)  # the first pair that is divided
+        kept = 1 - ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotate_and_split(x: Tensor, angles: tuple[Tensor, Tensor], heads: list[int]) -> tuple[Tensor, ...]:

@@ -390,16 +390,19 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[T, C/t] -> [T/t, H]."""
+    """[T, C/t] -> [T/t, H]. The bias is whole on each rank, and added after g: in the sum of g's terms it would be
+    counted t times."""
     mm = MATMUL  # train.py may replace it with an fp8.Fp8
 
-    def __init__(self, make: MakeParameter, spec: Spec):
+    def __init__(self, make: MakeParameter, spec: Spec, bias: Spec | None = None):
         super().__init__()
         self.weight = make(spec)
+        self.bias = make(bias) if bias else None
 
     def forward(self, x: Tensor, tp: TensorParallel, skip: bool = False) -> Tensor:
         """skip: see Row."""
-        return Row.apply(x, tp, self.mm, skip, self.weight)
+        z = Row.apply(x, tp, self.mm, skip, self.weight)
+        return z if self.bias is None else z + self.bias
 
 
 # ---- embedding ------------------------------------------------------------------------------------------------------

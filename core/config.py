@@ -53,9 +53,9 @@ def setting(default, help, choices=None, most=LARGEST, positive=False, needs="",
     auto      whether the default follows from other settings. The user writes it as `auto`. If true, `default` is a
               sentinel (an invalid number, such as -1) that means auto until rules.complete replaces it
 
-    Three cases of `auto` are resolved elsewhere: --v-head-dim by Model.value_dim, --separator by the data files
-    (run/data.py), and what --grid auto leaves open by plan/search.py. A text setting that may be auto, such as --dtype,
-    has "auto" among its choices instead.
+    Some cases of `auto` are resolved elsewhere: --v-head-dim and two settings of the rotary embedding by properties of
+    Model, --separator by the data files (run/data.py), and what --grid auto leaves open by plan/search.py. A text
+    setting that may be auto, such as --dtype, has "auto" among its choices instead.
     """
     initial = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     about = {"help": help, "choices": choices, "most": most, "positive": positive, "needs": needs, "auto": auto}
@@ -130,11 +130,28 @@ class Model:
     tied: bool = setting(False, "Tie the embeddings: input embedding and output head share one table.")
     rope_theta: float = positive(10000.0, "Base of the rotary position embedding.")
     rope_scaling: float = positive(1.0, help=(
-        "Scale rotary frequencies for longer contexts, by the rule of Llama 3.1. The factor is 8 in Llama 3.1 and 32 "
-        "in Llama 3.2. 1: no scaling."))
+        "Factor by which the context is longer than --original-seq-len. Rotary frequencies are scaled for it, by the "
+        "rule of --rope-type. The factor is 8 in Llama 3.1 and 32 in Llama 3.2. 1: no scaling."))
+    rope_type: str = setting("llama3", choices=("llama3", "linear", "dynamic", "yarn"), help=(
+        "Which rotary frequencies are scaled. llama3: the low ones, as in Llama 3.1. yarn: the low ones, as in "
+        "DeepSeek-V3 and in Qwen's long contexts. linear: all, equally. dynamic: those of longer sequences than "
+        "--original-seq-len, the more the longer they are."))
+    original_seq_len: int = positive(8192, "Tokens of a sequence in the training before the context was extended.")
+    rope_fast_turns: float = positive(0.0, auto=True, help=(
+        "llama3, yarn: frequencies that turn at least this often in --original-seq-len tokens are not scaled, and "
+        "those that turn at most once are divided by --rope-scaling. auto: 4 for llama3, 32 for yarn."))
+    rope_attention_factor: float = positive(0.0, auto=True, help=(
+        "yarn: factor on rotated queries and on rotated keys. auto: 0.1 ln(rope-scaling) + 1."))
+    rope_mscale: float = setting(0.0, needs="kv_lora_rank", help=(
+        "yarn: multiply attention scores by the square of 0.1 x this x ln(rope-scaling) + 1. DeepSeek-V3 has 1, and "
+        "calls it mscale_all_dim. 0: no factor."))
+    no_rope_every: int = setting(0, help=(
+        "Leave the rotary embedding out in every N-th layer, as SmolLM3 does with 4. 0: every layer has it."))
     norm_eps: float = positive(1e-5, "Epsilon of RMSNorm, added to the mean square.")
     qk_norm: bool = setting(False, "Apply RMSNorm to every query and key head, as Qwen 3 does.")
     qkv_bias: bool = setting(False, "Add biases to queries, keys and values, as Qwen 2 does.")
+    out_bias: bool = setting(False, "Add a bias to the output projection of attention.")
+    ffn_bias: bool = setting(False, "Add biases to the three matrices of the feed-forward layer.")
 
     kv_lora_rank: int = setting(0, help=(
         "Use multi-head latent attention (MLA), as DeepSeek does: the width of the latent from which keys and values "
@@ -185,8 +202,27 @@ class Model:
         return self.rope_head_dim or self.head_dim
 
     @property
+    def fast_turns(self) -> float:
+        return self.rope_fast_turns or (32.0 if self.rope_type == "yarn" else 4.0)
+
+    @property
+    def rotary_factor(self) -> float:
+        """The factor on rotated queries and on rotated keys: not 1 only with YaRN."""
+        if self.rope_type != "yarn":
+            return 1.0
+        return self.rope_attention_factor or yarn_factor(self.rope_scaling, 1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor on attention scores besides 1 / sqrt(head_dim): not 1 only with --rope-mscale."""
+        return yarn_factor(self.rope_scaling, self.rope_mscale) ** 2
+
+    @property
     def value_dim(self) -> int:
         return self.v_head_dim or self.head_dim
+
+    def has_rope(self, layer: int) -> bool:
+        return self.no_rope_every == 0 or (layer + 1) % self.no_rope_every != 0
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers
@@ -194,6 +230,11 @@ class Model:
     def window_of(self, layer: int) -> int:
         """The sliding window of a layer, in tokens; 0: the layer has full attention."""
         return 0 if self.full_attention_every and (layer + 1) % self.full_attention_every == 0 else self.window
+
+
+def yarn_factor(rope_scaling: float, mscale: float) -> float:
+    """Return 0.1 m ln(s) + 1: YaRN's factor on queries and on keys, for a context that is s times as long."""
+    return 0.1 * mscale * math.log(max(rope_scaling, 1.0)) + 1.0
 
 
 @dataclass

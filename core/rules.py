@@ -36,6 +36,7 @@ from core.config import (
     flag,
     name_of,
     need,
+    padded_length,
     problem_of,
     read,
     written,
@@ -195,12 +196,27 @@ def rules_of_the_model(c: Config) -> list[Needs | Divides]:
     model = c.model
     given_head_dim = c.before_defaults["head_dim"]  # by a flag or a preset; 0: it follows from --hidden
     experts_in_reach = model.experts // model.expert_groups * model.top_groups
+    by_turns = model.rope_scaling != 1 and model.rope_type in ("llama3", "yarn")
     return [
         Divides("--heads", 0 if given_head_dim else model.hidden, "--hidden", ", or set --head-dim"),
         Divides("--kv-heads", model.heads, "--heads"),
         Needs("--head-dim", model.head_dim % 2 == 0, "to be even: rotary embedding rotates pairs of channels"),
 
+        # Rotary embedding.
+        Needs("--rope-type linear yarn", model.rope_scaling != 1, "a --rope-scaling other than 1"),
+        Needs("--rope-type yarn", model.rope_theta > 1, "a --rope-theta above 1"),
+        Needs("--rope-type dynamic", model.rotated_dim > 2, "heads in which at least 4 channels are rotated"),
+        Needs("--original-seq-len", by_turns or model.rope_type == "dynamic",
+              "--rope-scaling other than 1 by --rope-type llama3 or yarn, or --rope-type dynamic"),
+        Needs("--rope-fast-turns", by_turns, "--rope-scaling other than 1 by --rope-type llama3 or yarn"),
+        Needs("--rope-fast-turns", model.fast_turns > 1 or model.fast_turns == 1 and model.rope_type == "yarn",
+              "to be above 1, or 1 with --rope-type yarn"),
+        Needs("--rope-attention-factor", model.rope_type == "yarn", "--rope-type yarn"),
+        Needs("--rope-mscale", model.rope_type == "yarn", "--rope-type yarn"),
+        Needs("--no-rope-every", not model.kv_lora_rank, "attention without latents, --kv-lora-rank 0"),
+
         # Experts.
+        Needs("--ffn-bias", not model.experts, "a dense model: experts have no biases"),
         Divides("--expert-groups", model.experts, "--experts"),
         Needs("--top-k 1", model.experts == 1 or not model.router_norm,
               "--no-router-norm: otherwise the expert's weight is always 1, and the router gets no gradient"),
@@ -217,7 +233,8 @@ def rules_of_the_model(c: Config) -> list[Needs | Divides]:
         Needs("--kv-lora-rank", model.kv_heads == model.heads,
               "as many --kv-heads as --heads: each head has keys and values of its own"),
         Needs("--kv-lora-rank", not model.qk_norm and not model.qkv_bias,
-              "neither --qk-norm nor --qkv-bias: latents have norms of their own")]
+              "neither --qk-norm nor --qkv-bias: latents have norms of their own"),
+        Needs("--out-bias", not model.kv_lora_rank, "attention without latents, --kv-lora-rank 0")]
 
 
 def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
@@ -257,6 +274,13 @@ def rules_of_the_grid(c: Config) -> list[Needs | Divides]:
               "--mask-documents, no --window, and --cp ranks that exchange keys, as all styles except ulysses do"),
         Needs("--kv-lora-rank", grid.cp_style == "allgather" and grid.cp_ulysses == 1,
               "--cp-style allgather only: ranks gather latents, and the other styles would send whole heads"),
+
+        # Frequencies of --rope-type dynamic follow from the length of a sequence, which a rank must know.
+        Needs("--rope-type dynamic", not c.data.mask_documents,
+              "sequences of one document: its frequencies follow from the length, leave out --mask-documents"),
+        Needs("--rope-type dynamic",
+              padded_length(c.batch.seq_len, grid.cp, grid.sequence_shards) == c.batch.seq_len,
+              "a --seq-len that --cp ranks divide without padding, a multiple of 2 x --cp x --tp"),
 
         # Pipeline parallelism.
         Needs("--schedule", grid.pp > 1, "--pp 2 or more"),

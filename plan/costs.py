@@ -80,7 +80,7 @@ def parameters(model: Model) -> Parameters:
     return Parameters(
         embedding=model.vocab * H,
         attention=L * attention_elements(model),
-        ffn=(L - moe) * 3 * H * model.ffn + moe * model.shared_experts * expert,
+        ffn=(L - moe) * ffn_elements(model) + moe * model.shared_experts * expert,
         experts=moe * model.experts * expert,
         active_experts=moe * model.top_k * expert,
         router=moe * model.experts * H,
@@ -96,7 +96,13 @@ def attention_elements(model: Model, t: int = 1) -> int:
         up = model.kv_lora_rank * (D - model.rope_head_dim + model.value_dim)
         return latent_elements(model) + N * ((model.q_lora_rank or H) * D + up + model.value_dim * H)
     q, kv = N * D, max(model.kv_heads // t, 1) * D
-    return 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv)
+    return 2 * H * q + 2 * H * kv + model.qkv_bias * (q + 2 * kv) + model.out_bias * H
+
+
+def ffn_elements(model: Model, t: int = 1) -> int:
+    """Elements of the matrices and biases of a dense feed-forward, on one of t tensor parallel ranks."""
+    H, F = model.hidden, model.ffn // t
+    return 3 * H * F + model.ffn_bias * (2 * F + H)
 
 
 def latent_elements(model: Model) -> int:
@@ -238,7 +244,7 @@ def layer_elements(settings: Config, layer: int) -> dict[str, int]:
     dense = 2 * H + attention_elements(model, t) + norm_elements(model)
     dense += (layer == model.layers) * (3 * H + 2 * H * H)  # of multi-token prediction
     if not model.has_experts(layer):
-        return dict(dp=dense + 3 * H * model.ffn // t)
+        return dict(dp=dense + ffn_elements(model, t))
     shared = model.shared_experts * model.expert_ffn
     return dict(dp=dense + model.experts * H + 3 * H * shared // t,
                 edp=model.experts // grid.ep * 3 * H * model.expert_ffn)
@@ -273,9 +279,10 @@ def muon_flops(model: Model, layer: int) -> int:
 def vector_elements(settings: Config, layer: int) -> int:
     """Elements of the norms and biases of a block on one rank."""
     model, t = settings.model, settings.grid.tp
-    biases = model.qkv_bias * (model.heads // t + 2 * max(model.kv_heads // t, 1))
+    biases = model.qkv_bias * (model.heads // t + 2 * max(model.kv_heads // t, 1)) * model.head_dim
+    biases += model.out_bias * model.hidden + model.ffn_bias * (2 * model.ffn // t + model.hidden)
     norms = 5 if layer == model.layers else 2  # the block of multi-token prediction has three more
-    return norms * model.hidden + norm_elements(model) + biases * model.head_dim
+    return norms * model.hidden + norm_elements(model) + biases
 
 
 def bucket_elements(settings: Config, stages: Mapping[int, range], element: int) -> dict[str, list[int]]:
