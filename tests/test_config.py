@@ -118,6 +118,17 @@ REFUSED = [(changed(field), f"needs {config.flag(field.metadata['needs'])}")
     ("--kv-heads 3", "does not divide --heads (4): use one of 1, 2, 4"),
     ("--head-dim 15", "needs to be even: rotary embedding rotates pairs of channels"),
 
+    ("--rope-type yarn", "needs a --rope-scaling other than 1"),
+    ("--rope-type yarn --rope-scaling 4 --rope-theta 1", "needs a --rope-theta above 1"),
+    ("--rope-type dynamic --head-dim 2", "needs heads in which at least 4 channels are rotated"),
+    ("--original-seq-len 4096", "needs --rope-scaling other than 1 by --rope-type llama3 or yarn, or --rope-type dyn"),
+    ("--rope-fast-turns 2.0 --rope-type dynamic", "needs --rope-scaling other than 1 by --rope-type llama3 or yarn"),
+    ("--rope-fast-turns 1.0 --rope-scaling 4", "needs to be above 1, or 1 with --rope-type yarn"),
+    ("--rope-attention-factor 1.5 --rope-scaling 4", "needs --rope-type yarn"),
+    (f"--rope-mscale 1.0 {LATENT}", "needs --rope-type yarn"),
+    (f"--no-rope-every 4 {LATENT}", "needs attention without latents, --kv-lora-rank 0"),
+
+    ("--ffn-bias --experts 8", "needs a dense model: experts have no biases"),
     ("--expert-groups 3 --experts 8", "does not divide --experts (8): use one of 1, 2, 4, 8"),
     ("--top-k 1 --experts 8", "needs --no-router-norm: otherwise the expert's weight is always 1"),
     ("--experts 8 --top-k 9", "needs a --top-k of at most as many"),
@@ -129,6 +140,7 @@ REFUSED = [(changed(field), f"needs {config.flag(field.metadata['needs'])}")
     (f"{LATENT} --v-head-dim 33", "needs a --v-head-dim of at most --head-dim"),
     ("--kv-lora-rank 8 --rope-head-dim 4", "needs as many --kv-heads as --heads"),
     (f"{LATENT} --qk-norm", "needs neither --qk-norm nor --qkv-bias"),
+    (f"--out-bias {LATENT}", "needs attention without latents, --kv-lora-rank 0"),
 
     ("--sites 3", "does not divide the number of ranks (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
     ("--pp 3", "does not divide the number of ranks (8): use one of 1, 2, 4, 8, or start more ranks (torchrun"),
@@ -152,6 +164,9 @@ REFUSED = [(changed(field), f"needs {config.flag(field.metadata['needs'])}")
     ("--cp-zigzag document --cp 2 --mask-documents --cp-style ulysses",
      "needs --mask-documents, no --window, and --cp ranks that exchange keys"),
     (f"{LATENT} --cp 2 --cp-style ring", "needs --cp-style allgather only"),
+
+    ("--rope-type dynamic --mask-documents", "needs sequences of one document"),
+    ("--rope-type dynamic --cp 2 --tp 2 --seq-len 12", "needs a --seq-len that --cp ranks divide without padding"),
 
     ("--schedule afab", "needs --pp 2 or more"),
     ("--virtual-stages 2 --pp 2", "needs --pp 2 or more and another --schedule: "),
@@ -255,7 +270,7 @@ POSITIVE = {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "rope_theta
             "router_scale", "expert_groups", "top_groups", "dp", "cp", "cp_ulysses", "tp", "pp", "ep", "dp_replicate",
             "seq_len", "global_batch", "mtp_weight", "eval_steps", "timeout", "head_dim", "v_head_dim", "expert_ffn",
             "virtual_stages", "micro_batch", "lr", "sample_tokens", "sample_top_p", "sites", "sync_every", "outer_lr",
-            "sync_fragments"}
+            "sync_fragments", "original_seq_len", "rope_fast_turns", "rope_attention_factor"}
 
 
 @pytest.mark.parametrize("field", [field for field in config.FIELDS.values() if field.type in (int, float)
@@ -278,7 +293,7 @@ def test_a_number_outside_its_range_is_refused_by_its_flag(field):
 
 
 AUTO = {"dp", "lr", "min_lr", "warmup", "head_dim", "v_head_dim", "expert_ffn", "virtual_stages", "micro_batch",
-        "separator"}  # besides settings that have auto among their choices
+        "separator", "rope_fast_turns", "rope_attention_factor"}  # besides settings with auto among their choices
 
 
 @pytest.mark.parametrize("name", sorted(AUTO))

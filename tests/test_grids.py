@@ -67,6 +67,15 @@ GRIDS = [
         "--full-attention-every 2"),
     (2, f"--micro-batch 12 {LATENT} --v-head-dim 10 --tp 2 --zero 1"),
     (4, f"--micro-batch 24 {LATENT} --tp 4 --sp off --recompute selective --attention math"),
+    (2, "--micro-batch 12 --tp 2 --qkv-bias --out-bias --ffn-bias --recompute full --rope-scaling 3 "
+        "--original-seq-len 30 --rope-theta 50"),
+    (4, "--micro-batch 6 --tp 2 --sp off --pp 2 --schedule zb-h1 --out-bias --ffn-bias --no-rope-every 2 "
+        "--rope-type linear --rope-scaling 3"),
+    (2, "--micro-batch 12 --cp 2 --rope-type dynamic --rope-scaling 3 --original-seq-len 10 --no-rope-every 3 "
+        "--qk-norm"),
+    (2, f"--micro-batch 12 {LATENT} --tp 2 --zero 3 --rope-type yarn --rope-scaling 3 --original-seq-len 12 "
+        "--rope-theta 10 --rope-fast-turns 1 --rope-mscale 0.7 --rope-attention-factor 1.3"),
+    (2, "--micro-batch 6 --mtp --rope-type yarn --rope-scaling 3 --original-seq-len 40 --rope-fast-turns 4"),
 ]
 MORE = [  # in the slow tier: axes of more ranks than pairs have, and what is beside the features
     (4, "--micro-batch 24 --cp 4 --cp-style ring --cp-zigzag document --mask-documents --zero 1 --attention math"),

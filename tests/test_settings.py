@@ -19,6 +19,7 @@ MODEL = (grids.TINY + " --vocab 61 --seq-len 12 --dtype fp64 --steps 3 --warmup 
          "--device cpu")
 MOE = "--experts 4 --expert-ffn 8"
 LATENT = "--kv-heads 4 --kv-lora-rank 6 --rope-head-dim 2"
+YARN = "--rope-type yarn --rope-scaling 8 --original-seq-len 40 --rope-theta 10"
 FP8 = "--dtype fp32 --head-dim 16 --ffn 32 --fp8 tensorwise --layers 3"
 UNSEEN = "--val-data {folder}/unseen.npy"
 # Field -> (what else the run has, what is changed); the metrics of its three steps differ.
@@ -27,7 +28,12 @@ CHANGES = {
     "kv_heads": ("", "--kv-heads 1"), "head_dim": ("", "--head-dim 6"), "ffn": ("", "--ffn 33"),
     "vocab": ("", "--vocab 62"), "tied": ("", "--tied"), "rope_theta": ("", "--rope-theta 100"),
     "rope_scaling": ("--rope-theta 1e9", "--rope-scaling 8"), "norm_eps": ("", "--norm-eps 0.1"),
-    "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"),
+    "rope_type": ("--rope-scaling 8", "--rope-type linear"),
+    "original_seq_len": (YARN, "--original-seq-len 11"), "rope_fast_turns": (YARN, "--rope-fast-turns 1"),
+    "rope_attention_factor": (YARN, "--rope-attention-factor 1.5"), "no_rope_every": ("", "--no-rope-every 2"),
+    "rope_mscale": (f"{LATENT} {YARN}", "--rope-mscale 1"),
+    "qk_norm": ("", "--qk-norm"), "qkv_bias": ("", "--qkv-bias"), "out_bias": ("", "--out-bias"),
+    "ffn_bias": ("", "--ffn-bias"),
     "kv_lora_rank": (LATENT, "--kv-lora-rank 8"), "q_lora_rank": (LATENT, "--q-lora-rank 6"),
     "rope_head_dim": (LATENT, "--rope-head-dim 4"), "v_head_dim": (LATENT, "--v-head-dim 4"),
     "window": ("", "--window 3"), "full_attention_every": ("--window 3", "--full-attention-every 2"),

@@ -3,18 +3,44 @@
 It shares weights and tokens with the project and nothing else: a Llama out of matmuls, the cross-entropy of the whole
 global batch summed at once, torch.optim and clip_grad_norm_.
 """
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 
-def rotary(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
+def frequency(pair: int, d: int, model, length: int) -> float:
+    """The angle per token of a pair of d channels, in a sequence of this length."""
+    s, L, theta = model.rope_scaling, model.original_seq_len, model.rope_theta
+    if model.rope_type == "dynamic":
+        theta *= (s * max(length, L) / L - s + 1) ** (d / (d - 2)) if length > L else 1
+        return theta ** (-2 * pair / d)
+    plain = theta ** (-2 * pair / d)
+    if model.rope_type == "linear" or s == 1:
+        return plain / s
+    if model.rope_type == "llama3":  # by wavelengths, in tokens
+        wave, shortest = 2 * math.pi / plain, L / (model.rope_fast_turns or 4)
+        divided = min(max((1 / shortest - 1 / wave) / (1 / shortest - 1 / L), 0), 1)
+    else:  # the numbers of the pairs that turn `fast` times and once, rounded outward
+        fast, slow = (d / 2 * math.log(L / (turns * 2 * math.pi), theta) for turns in (model.rope_fast_turns or 32, 1))
+        fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
+        divided = min(max((pair - fast) / (slow - fast), 0), 1)
+    return plain * (1 - divided) + plain / s * divided
+
+
+def turns(d: int, model, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """exp(j angle) of every token and pair, [B, S, d/2], times YaRN's factor. positions: [B, S]."""
+    each = torch.tensor([frequency(pair, d, model, positions.shape[1]) for pair in range(d // 2)], dtype=dtype)
+    factor = 1
+    if model.rope_type == "yarn":
+        factor = model.rope_attention_factor or 1 + math.log(model.rope_scaling) / 10
+    return torch.polar(torch.ones((), dtype=dtype), positions[..., None] * each) * factor
+
+
+def rotary(x: torch.Tensor, model, positions: torch.Tensor) -> torch.Tensor:
     """x [B, S, heads, D], positions [B, S]: multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers."""
-    half = x.shape[-1] // 2
-    frequency = theta ** -(torch.arange(half, dtype=x.dtype) / half)
-    turn = torch.polar(torch.ones(()).to(x), positions.to(x)[..., None] * frequency)  # [B, S, D/2]
-    z = torch.complex(x[..., :half], x[..., half:]) * turn[:, :, None]
+    z = torch.complex(*x.chunk(2, -1)) * turns(x.shape[-1], model, positions, x.dtype)[:, :, None]
     return torch.cat((z.real, z.imag), -1)
 
 
@@ -74,12 +100,14 @@ def balance_losses(mixtures: list[tuple], model, optim, micro_batch: int) -> tor
     return total
 
 
-def swiglu(h: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    gate = h @ gate.T
-    return (gate * torch.sigmoid(gate) * (h @ up.T)) @ down.T
+def swiglu(h: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
+           biases: tuple[torch.Tensor, ...] = (0, 0, 0)) -> torch.Tensor:
+    gate = h @ gate.T + biases[0]
+    return (gate * torch.sigmoid(gate) * (h @ up.T + biases[1])) @ down.T + biases[2]
 
 
-def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor,
+                rotated: bool) -> tuple[torch.Tensor, ...]:
     """h [B, S, H] -> queries [B, S, N, D], keys and values [B, S, K, D]. a: name -> weight."""
     q, k, v = (torch.einsum("bsh,oh->bso", h, a("w" + name)) for name in "qkv")
     if model.qkv_bias:
@@ -87,15 +115,15 @@ def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor) ->
     q, k, v = (part.reshape(*part.shape[:2], -1, model.head_dim) for part in (q, k, v))
     if model.qk_norm:
         q, k = rms_norm(q, a("q_norm"), model.norm_eps), rms_norm(k, a("k_norm"), model.norm_eps)
-    return rotary(q, model.rope_theta, positions), rotary(k, model.rope_theta, positions), v
+    return *((rotary(q, model, positions), rotary(k, model, positions)) if rotated else (q, k)), v
 
 
-def latent_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def latent_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor,
+               rotated: bool) -> tuple[torch.Tensor, ...]:
     """Equations 37 to 47 of DeepSeek-V2's report, head by head: queries and keys [B, S, N, D], values [B, S, N, v]."""
     r, R, plain = model.rope_head_dim, model.kv_lora_rank, model.head_dim - model.rope_head_dim
     values = model.v_head_dim or model.head_dim
-    frequency = model.rope_theta ** -(torch.arange(0, r, 2).to(h) / r)
-    turn = torch.polar(torch.ones(()).to(h), positions.to(h)[..., None] * frequency)  # [B, S, r/2]
+    turn = turns(r, model, positions, h.dtype)
 
     def rope(x: torch.Tensor) -> torch.Tensor:
         z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn
@@ -129,21 +157,26 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
         def a(name, i=i):
             return w[f"layers.{i}.attention.{name}"]
         h = rms_norm(x, w[f"layers.{i}.attention_norm"], model.norm_eps)
-        q, k, v = (latent_qkv if model.kv_lora_rank else grouped_qkv)(h, a, model, positions)
+        rotated = not model.no_rope_every or i % model.no_rope_every < model.no_rope_every - 1
+        q, k, v = (latent_qkv if model.kv_lora_rank else grouped_qkv)(h, a, model, positions, rotated)
         shared = model.heads // model.kv_heads
         q = q.unflatten(2, (model.kv_heads, shared))  # query head n reads kv head n // shared
         scores = torch.einsum("bqkgd,bpkd->bkgqp", q, k) / model.head_dim ** 0.5
+        if model.rope_mscale:
+            scores = scores * (1 + model.rope_mscale * math.log(model.rope_scaling) / 10) ** 2
         every = model.full_attention_every
         full = model.window == 0 or (every > 0 and i % every == every - 1)
         hidden = above if full else above | above.T.tril(-model.window)  # W and more tokens before it
         attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(hidden | foreign, -torch.inf).softmax(-1), v)
-        x = x + attended.flatten(2) @ a("wo").T
+        x = x + attended.flatten(2) @ a("wo").T + (a("bo") if model.out_bias else 0)
         h = rms_norm(x, w[f"layers.{i}.ffn_norm"], model.norm_eps)
         if model.experts and i >= model.dense_layers:
             mixtures.append(mixture(h, w, f"layers.{i}.", biases[f"layers.{i}.router.bias"], model))
             x = x + mixtures[-1][0]
         else:
-            x = x + swiglu(h, *(w[f"layers.{i}.ffn.w_{part}"] for part in ("gate", "up", "down")))
+            parts = "gate", "up", "down"
+            added = [w[f"layers.{i}.ffn.b_{part}"] for part in parts] if model.ffn_bias else (0, 0, 0)
+            x = x + swiglu(h, *(w[f"layers.{i}.ffn.w_{part}"] for part in parts), added)
     table = w["embedding" if model.tied else "head"]
     if model.mtp:
         x = rms_norm(x, w[f"layers.{model.layers}.shared_head.norm"], model.norm_eps)
