@@ -87,6 +87,7 @@ CP_STYLES = ("allgather", "ring", "ulysses")
 # same.
 OUTER_STATE = "outer", "outer_m"
 SYNC_DTYPES = "fp32", "bf16", "int8"  # of what sites send each other; implemented in diloco.py
+FAST_TURNS = {"llama3": 4.0, "yarn": 32.0}  # --rope-type -> what --rope-fast-turns auto is
 OFFLOADS = "none", "optimizer", "activations", "both"
 # --optimizer -> the moments that it keeps between steps: tensors as large as the weights. optimizers.py has the update
 # rules; plan/ counts the moments' bytes. "muon" is for matrices only: all other weights are updated by "adamw".
@@ -203,7 +204,7 @@ class Model:
 
     @property
     def fast_turns(self) -> float:
-        return self.rope_fast_turns or (32.0 if self.rope_type == "yarn" else 4.0)
+        return self.rope_fast_turns or FAST_TURNS.get(self.rope_type, 0.0)
 
     @property
     def rotary_factor(self) -> float:

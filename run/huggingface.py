@@ -30,7 +30,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from core.config import flag, is_of_kind, need, problem_of
+from core.config import FAST_TURNS, flag, is_of_kind, need, problem_of, yarn_factor
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,10 @@ NAMES = {  # ours: theirs; in layer 7 "layers.7." comes before ours and "model.l
     "attention.wq": "self_attn.q_proj.weight", "attention.bq": "self_attn.q_proj.bias",
     "attention.wk": "self_attn.k_proj.weight", "attention.bk": "self_attn.k_proj.bias",
     "attention.wv": "self_attn.v_proj.weight", "attention.bv": "self_attn.v_proj.bias",
-    "attention.wo": "self_attn.o_proj.weight",
+    "attention.wo": "self_attn.o_proj.weight", "attention.bo": "self_attn.o_proj.bias",
     "attention.q_norm": "self_attn.q_norm.weight", "attention.k_norm": "self_attn.k_norm.weight",
     "ffn.w_gate": "mlp.gate_proj.weight", "ffn.w_up": "mlp.up_proj.weight", "ffn.w_down": "mlp.down_proj.weight",
+    "ffn.b_gate": "mlp.gate_proj.bias", "ffn.b_up": "mlp.up_proj.bias", "ffn.b_down": "mlp.down_proj.bias",
 }
 MIXTRAL_NAMES = NAMES | {  # {e}: one tensor per expert; two names: the rows of both, one after the other
     "router": "block_sparse_moe.gate.weight",
@@ -79,7 +80,9 @@ class JsonField(NamedTuple):
     ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
     zero: bool = False
     null: bool = False  # whether it may be null
-    only: tuple = ()  # the values that our model computes, () for all; the first is meant where the field is absent
+    # The values that our model computes, () for all; the first is meant where the field is absent. Classes of
+    # transformers that have the field among their `defaults` compute every value of its kind.
+    only: tuple = ()
 
 
 FIELDS = {  # of config.json; a class of transformers reads those of its `defaults`, and of those with `only` some
@@ -93,18 +96,27 @@ FIELDS = {  # of config.json; a class of transformers reads those of its `defaul
     "tie_word_embeddings": JsonField(bool, "tied"),
     "rms_norm_eps": JsonField(float, "norm_eps"),
     "hidden_act": JsonField(str, only=("silu", "swish")),
-    "attention_bias": JsonField(bool, only=(False,)),
-    "mlp_bias": JsonField(bool, only=(False,)),
+    "attention_bias": JsonField(bool, "out_bias", only=(False,)),  # and qkv_bias
+    "mlp_bias": JsonField(bool, "ffn_bias", only=(False,)),
     "attention_dropout": JsonField(float, zero=True, only=(0,)),
-    "quantization_config": JsonField(dict, null=True, only=(None,)),
+    "quantization_config": JsonField(dict, null=True),
     # Rotary embedding: model_fields reads these also from rope_parameters and rope_scaling.
     "rope_theta": JsonField(float, "rope_theta"),
-    "rope_type": JsonField(str, only=("default", "llama3")),
+    "rope_type": JsonField(str, only=("default", "llama3", "linear", "dynamic", "yarn")),
     "factor": JsonField(float, "rope_scaling"),
     "partial_rotary_factor": JsonField(float, null=True, only=(None, 1)),
-    "low_freq_factor": JsonField(float),
-    "high_freq_factor": JsonField(float),
-    "original_max_position_embeddings": JsonField(int),
+    "low_freq_factor": JsonField(float, only=(1.0,)),
+    "high_freq_factor": JsonField(float, "rope_fast_turns"),
+    "original_max_position_embeddings": JsonField(int, "original_seq_len"),
+    "max_position_embeddings": JsonField(int, "original_seq_len"),  # of dynamic, and where the former is absent
+    "beta_slow": JsonField(float, null=True, only=(None, 1)),
+    "beta_fast": JsonField(float, "rope_fast_turns", null=True),
+    "attention_factor": JsonField(float, "rope_attention_factor", null=True),
+    "mscale": JsonField(float, zero=True, null=True),
+    "mscale_all_dim": JsonField(float, zero=True, null=True),
+    "truncate": JsonField(bool, only=(True,)),
+    "no_rope_layers": JsonField(list[int], zero=True, null=True),
+    "no_rope_layer_interval": JsonField(int),
     "full_attention": JsonField(dict, null=True, only=(None,)),  # rotary embeddings that differ by layer
     "sliding_attention": JsonField(dict, null=True, only=(None,)),
     "rope_interleave": JsonField(bool, only=(True,)),
@@ -142,8 +154,14 @@ FIELDS = {  # of config.json; a class of transformers reads those of its `defaul
 KINDS = {  # kind: (an example, in words)
     bool: (True, "true or false"), int: (1, "a whole number"), float: (1.0, "a number"), str: ("", "text"),
     dict: ({}, "an object"), list[int]: ([1], "a list of whole numbers"), list[str]: ([""], "a list of texts")}
-LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # operations.rotary_angles computes this, with any factor
+ROPE = {  # rope_type: what an object rope_parameters or rope_scaling may have besides it, and rope_theta
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor", "mscale",
+             "mscale_all_dim", "truncate"),
+}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes that are compared at a time
@@ -166,7 +184,7 @@ class Architecture(NamedTuple):
 def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
     """rest: where a class differs from Llama's. Sizes have no default: config.json must have them."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    return dict.fromkeys(sizes) | dict(num_key_value_heads=kv_heads, rms_norm_eps=1e-6, rope_theta=10000.0, factor=1.0,
+    return dict.fromkeys(sizes) | dict(num_key_value_heads=kv_heads, rms_norm_eps=1e-6, rope_theta=10000.0,
                                        tie_word_embeddings=False) | rest
 
 
@@ -177,16 +195,20 @@ LATENT = defaults(128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
                   moe_intermediate_size=2048, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True)
 del LATENT["head_dim"]  # which is that of the rotated key there
 ARCHITECTURES = {  # with the defaults of transformers 5.23
-    "LlamaForCausalLM": Architecture("llama", defaults(None)),
+    "LlamaForCausalLM": Architecture("llama", defaults(None, attention_bias=False, mlp_bias=False)),
     "MistralForCausalLM": Architecture("mistral", defaults(8, sliding_window=4096)),
     "Qwen2ForCausalLM": Architecture("qwen2", defaults(32, **QWEN, **BY_LAYER), fixed=dict(qkv_bias=True)),
-    "Qwen3ForCausalLM": Architecture("qwen3", defaults(32, **QWEN, **BY_LAYER, head_dim=128), fixed=dict(qk_norm=True)),
+    "Qwen3ForCausalLM": Architecture("qwen3", defaults(32, **QWEN, **BY_LAYER, head_dim=128, attention_bias=False),
+                                     fixed=dict(qk_norm=True)),
+    "SmolLM3ForCausalLM": Architecture("smollm3", defaults(
+        4, rope_theta=2000000.0, tie_word_embeddings=True, attention_bias=False, mlp_bias=False, no_rope_layers=None,
+        no_rope_layer_interval=4, use_sliding_window=False, sliding_window=None, layer_types=None)),
     "MixtralForCausalLM": Architecture("mixtral", defaults(
         8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1000000.0, num_local_experts=8, num_experts_per_tok=2),
         MIXTRAL_NAMES),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", defaults(
         4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
-        mlp_only_layers=None), QWEN_MOE_NAMES, dict(qk_norm=True)),
+        mlp_only_layers=None, attention_bias=False), QWEN_MOE_NAMES, dict(qk_norm=True)),
     "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, dict(router="sigmoid"), dict(
         model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
 }
@@ -235,7 +257,8 @@ def has_weight(model: Any, layer: int, name: str) -> bool:
     experts, latents = model.has_experts(layer), model.kv_lora_rank
     has = {"ffn": not experts, "router": experts, "experts": experts, "shared": experts and model.shared_experts,
            "wq": not model.q_lora_rank, "wk": not latents, "wv": not latents,
-           "bq": model.qkv_bias, "bk": model.qkv_bias, "bv": model.qkv_bias,
+           "bq": model.qkv_bias, "bk": model.qkv_bias, "bv": model.qkv_bias, "bo": model.out_bias,
+           "b_gate": model.ffn_bias, "b_up": model.ffn_bias, "b_down": model.ffn_bias,
            "q_norm": model.qk_norm or model.q_lora_rank, "k_norm": model.qk_norm,
            "w_q_down": model.q_lora_rank, "w_q_up": model.q_lora_rank,
            "w_kv_down": latents, "kv_norm": latents, "w_kv_up": latents}
@@ -278,13 +301,13 @@ def read_architecture(config: dict[str, Any], where: str) -> str:
     return one
 
 
-def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple = ()) -> Any:
+def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple | None = None) -> Any:
     """The value of a field of config.json, or its default. Raises ValueError for one that FIELDS does not allow.
 
-    where: the file, for messages. only: the values that are allowed, where these are not FIELDS'.
+    where: the file, for messages. only: the values that are allowed, () for all; by default FIELDS'.
     """
     field, value = FIELDS[name], config.get(name, default)
-    only, (example, words) = only or field.only, KINDS[field.kind]
+    only, (example, words) = field.only if only is None else only, KINDS[field.kind]
     numbers = field.kind in (int, float, list[int])
     fits = is_of_kind(value, example)
     if fits and numbers:
@@ -304,13 +327,14 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
 def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
     """The fields of config.json that a class of transformers reads. Raises ValueError for a value that our model does
     not compute, in whichever field."""
-    only = {name: field.only for name, field in FIELDS.items() if field.only}
+    only = {name: field.only for name, field in FIELDS.items() if field.only and name not in architecture.defaults}
     only |= {"model_type": (architecture.model_type,)} | architecture.only
     if "layer_types" not in architecture.defaults:  # which this class ignores
         only["layer_types"] = (None,)
     for name, values in only.items():
         read_field(config, name, values[0], where, values)
-    return {name: read_field(config, name, default, where) for name, default in architecture.defaults.items()}
+    return {name: read_field(config, name, default, where, architecture.only.get(name, ()))
+            for name, default in architecture.defaults.items()}
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -319,13 +343,10 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4 and 5
     need(isinstance(rope, dict), f"{where}: rope_scaling {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
-    config["factor"] = rope.get("factor") if config["rope_type"] == "llama3" else 1.0
     if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 has Mixtral's name
         config["num_experts"] = config["num_local_experts"]
     settings = read_fields(config, architecture, where)
-    if config["rope_type"] == "llama3":
-        for name, value in LLAMA3_ROPE.items():
-            read_field(config, name, None, where, (value,))
+    read_quantization(config, where)
     model = {FIELDS[name].ours: value for name, value in settings.items() if FIELDS[name].ours and value is not None}
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])
@@ -335,7 +356,96 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
         dense = settings.get("mlp_only_layers") or []
         need(dense == [*range(len(dense))], f"{where}: mlp_only_layers {dense}: only the first layers can be dense")
         model["dense_layers"] = model.get("dense_layers", len(dense))
+    if "attention_bias" in settings:
+        model["qkv_bias"] = settings["attention_bias"]
+    if architecture.model_type == "smollm3":
+        model |= read_layers_without_rope(settings, where)
+    model |= read_rope(config, rope, architecture.names is DEEPSEEK_NAMES, where)
     return model | read_window(settings, where) | architecture.fixed
+
+
+def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where: str) -> dict[str, Any]:
+    """The fields of config.Model that scale rotary frequencies.
+
+    config: of config.json, with the entries of `rope` at its top. rope: the object rope_parameters or rope_scaling.
+    latent: whether the class multiplies attention scores by a factor from mscale_all_dim, too.
+    """
+    kind = config["rope_type"]
+    for name in sorted(rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE[kind]}):
+        need(rope[name] is None, f"{where}: {name} {json.dumps(rope[name])}: must be absent with rope_type {kind}")
+    if kind == "default":
+        return dict(rope_scaling=1.0)
+
+    def read(name: str, default: Any = None) -> Any:
+        return read_field(config, name, default, where)
+
+    factor = read("factor")
+    model = dict(rope_type=kind, rope_scaling=factor)
+    if kind == "dynamic":
+        return model | dict(original_seq_len=read("max_position_embeddings"))
+    if kind in FAST_TURNS:
+        fast = read("high_freq_factor") if kind == "llama3" else read("beta_fast") or FAST_TURNS[kind]
+        model["rope_fast_turns"] = 0.0 if fast == FAST_TURNS[kind] else fast  # 0: auto
+        original = "original_max_position_embeddings"
+        model["original_seq_len"] = read(original if original in config else "max_position_embeddings")
+    if kind == "llama3":
+        read("low_freq_factor")
+    if kind == "yarn":
+        attention, mscale, mscale_all_dim = read("attention_factor"), read("mscale"), read("mscale_all_dim")
+        if attention is None and mscale and mscale_all_dim:
+            attention = yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all_dim)
+        model |= dict(rope_attention_factor=attention or 0.0, rope_mscale=latent and mscale_all_dim or 0.0)
+    identity = factor == 1 and model.get("rope_attention_factor", 0) in (0, 1)
+    return dict(rope_scaling=1.0) if identity else model
+
+
+def rope_of(model: Any) -> dict[str, Any] | None:
+    """The object rope_scaling of config.json: the inverse of read_rope. None without scaling."""
+    kind, factor, m = model.rope_type, model.rope_scaling, model.rope_mscale
+    if factor == 1 and kind != "dynamic":
+        return None
+    rope = {"rope_type": kind, "factor": factor}
+    if kind in FAST_TURNS:
+        rope["original_max_position_embeddings"] = model.original_seq_len
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": model.fast_turns}
+    if kind == "yarn":
+        rope |= {"beta_slow": 1.0, "beta_fast": model.fast_turns} | ({"mscale_all_dim": m} if m else {})
+        if m and model.rope_attention_factor == 1:
+            rope["mscale"] = m  # as DeepSeek-V3 says it
+        elif model.rope_attention_factor:
+            rope["attention_factor"] = model.rope_attention_factor
+    return rope
+
+
+def read_layers_without_rope(settings: dict[str, Any], where: str) -> dict[str, int]:
+    """no_rope_every, from SmolLM3's list, which has 0 for a layer without rotary embedding, or from its interval."""
+    layers, rotated, every = settings["num_hidden_layers"], settings["no_rope_layers"], 0
+    if rotated is None:
+        rotated = [(layer + 1) % settings["no_rope_layer_interval"] for layer in range(layers)]
+    need(len(rotated) >= layers, f"{where}: no_rope_layers {rotated}: must be a list of 0 or 1, one per layer")
+    without = [layer for layer in range(layers) if not rotated[layer]]
+    if without:
+        every = without[0] + 1
+        need(without == list(range(every - 1, layers, every)),
+             f"{where}: no_rope_layers {rotated}: must have 0 for every N-th layer, and 1 for the others")
+    if settings["layer_types"] is None:  # SmolLM3 has its window in the layers without rotary embedding
+        settings["layer_types"] = ["full_attention" if layer not in without else "sliding_attention"
+                                   for layer in range(layers)]
+    return dict(no_rope_every=every)
+
+
+def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns of a block of FP8 weights that has a scale, as in DeepSeek-V3; None if nothing is quantised."""
+    asked = read_field(config, "quantization_config", None, where)
+    if asked is None:
+        return None
+    block = asked.get("weight_block_size")
+    need(asked.get("quant_method") == "fp8" and asked.get("fmt", "e4m3") == "e4m3" and is_of_kind(block, [1])
+         and len(block) == 2 and min(block) > 0,
+         f"{where}: quantization_config {json.dumps(asked)}: must be null, or FP8 with a weight_block_size, as in "
+         "DeepSeek-V3")
+    return tuple(block)
 
 
 def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
@@ -370,12 +480,16 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
         "q_lora_rank": model.q_lora_rank or None,
         "qk_nope_head_dim": model.head_dim - model.rope_head_dim,
         "v_head_dim": model.value_dim,
+        "no_rope_layers": [int(model.has_rope(layer)) for layer in range(model.layers)],
+        "no_rope_layer_interval": model.no_rope_every or model.layers + 1,
     }
     if "num_local_experts" in settings:  # Mixtral's, which have no other width
         values["intermediate_size"] = model.expert_ffn
     config = {"architectures": [architecture], "model_type": model_type} | {field: values[field] for field in settings}
-    if config.pop("factor") != 1:
-        config["rope_scaling"] = LLAMA3_ROPE | {"factor": model.rope_scaling}
+    if rope := rope_of(model):
+        config["rope_scaling"] = rope
+    if model.rope_type == "dynamic":
+        config["max_position_embeddings"] = model.original_seq_len
     return config
 
 
@@ -387,6 +501,8 @@ def exportable(model: Any) -> str:
     unused = {"preset", "mtp"} | ({"ffn"} if model.experts and not model.dense_layers else set())
     ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
     ours["v_head_dim"] = model.value_dim if model.kv_lora_rank else 0
+    if model.rope_fast_turns == FAST_TURNS.get(model.rope_type):
+        ours["rope_fast_turns"] = 0.0  # auto
     default = {f.name: f.default for f in fields(model)}
     kind, refusals = (model.experts > 0, model.kv_lora_rank > 0), []
     for name, architecture in ARCHITECTURES.items():
