@@ -383,13 +383,13 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
     model = dict(rope_type=kind, rope_scaling=factor)
     if kind == "dynamic":
         return model | dict(original_seq_len=read("max_position_embeddings"))
+    if kind == "llama3":
+        read("low_freq_factor")  # must be there
     if kind in FAST_TURNS:
         fast = read("high_freq_factor") if kind == "llama3" else read("beta_fast") or FAST_TURNS[kind]
         model["rope_fast_turns"] = 0.0 if fast == FAST_TURNS[kind] else fast  # 0: auto
         original = "original_max_position_embeddings"
         model["original_seq_len"] = read(original if original in config else "max_position_embeddings")
-    if kind == "llama3":
-        read("low_freq_factor")
     if kind == "yarn":
         attention, mscale, mscale_all_dim = read("attention_factor"), read("mscale"), read("mscale_all_dim")
         if attention is None and mscale and mscale_all_dim:
@@ -539,6 +539,10 @@ class Stored(NamedTuple):
     architecture: str
     tied: bool  # whether config.json says so
     files: dict[str, tuple[str, str]]  # name in the class of transformers -> (file, name in this file)
+    block: tuple[int, int] | None  # rows and columns of FP8 weights that have a scale; None: nothing is quantised
+
+
+SCALES = "_scale_inv"  # at the end of the name of a tensor of scales, behind that of the FP8 weight
 
 
 def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
@@ -551,8 +555,13 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
     names = [name for weight in weights_of(model) for name in names_stored(weight, stored)]
     wanted = dict.fromkeys(name.format(e=e) for name in names for e in range(model.experts if "{e}" in name else 1))
     missing = [name for name in wanted if name not in stored.files]
-    unused = sorted(key for name, (_, key) in stored.files.items()
-                    if name not in wanted and not name.endswith(".rotary_emb.inv_freq"))
+    ahead = prediction_block(stored)
+    need(not ahead or not model.mtp or allow_mismatch,
+         f"{folder}: has {some(ahead)} of a block for multi-token prediction that reads the last layer's result after "
+         "the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give --allow-mismatch to "
+         "draw the block's first weights")
+    unused = sorted(key for name, (_, key) in stored.files.items() if name.removesuffix(SCALES) not in wanted
+                    and name not in ahead and not name.endswith(".rotary_emb.inv_freq"))
     own_head = stored.tied and has_own_head(stored)
     if model.tied and stored.tied and not own_head:  # a head, if there is one, is a copy
         unused = [key for key in unused if key != stored.files.get(NAMES["head"], ("", ""))[1]]
@@ -564,6 +573,12 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
         lines.append(f"{folder}: config.json ties embedding and head, but there are weights of both, which differ: "
                      "they are not tied")
     return lines
+
+
+def prediction_block(stored: Stored) -> list[str]:
+    """The names of DeepSeek-V3's weights for multi-token prediction, which transformers leaves out, too."""
+    layers = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
+    return sorted(name for name in stored.files if name.startswith(layers))
 
 
 def some(names: list[str]) -> str:
@@ -599,47 +614,72 @@ def has_own_head(stored: Stored) -> bool:
 
 
 def source(folder: str) -> Source:
-    """The source of the weights in `folder`, in the dtype that they have there, on the CPU.
+    """The source of the weights in `folder`, in the dtype that they have there, on the CPU. FP8 weights become fp32.
 
-    It reads the elements of the box, no others. Raises ValueError, naming file and tensor, for what is missing, damaged
-    or has another shape.
+    It reads the elements of the box and their scales, no others. Raises ValueError, naming file and tensor, for what is
+    missing, damaged or has another shape.
     """
     import torch
-    from safetensors import SafetensorError
 
     from core.param import box_shape
     stored, opened = weights_in(folder), {}
-
-    def read(name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        need(name in stored.files, f"{folder}: has no tensor {name}, which the model asks for")
-        file, key = stored.files[name]
-        path = os.path.join(folder, file)
-        opened[path] = opened.get(path) or open_safetensors(path, "pt")
-        try:
-            values = opened[path].get_slice(key)
-        except SafetensorError as error:  # the index is of other files
-            raise ValueError(f"{path}: cannot read {key}: {error}") from None
-        got, dtype = tuple(values.get_shape()), values.get_dtype()
-        if len(shape) == 3 and shape[0] == 1 and len(got) < 3:  # an expert's own matrix
-            shape, box = shape[1:], box[1:]
-        need(got == shape, f"{path}: {key} has the shape {got}, the model asks for {shape}")
-        need(dtype in ("F64", "F32", "F16", "BF16"), f"{path}: {key} is {dtype}: use a model that is not quantised")
-        values = values[box]
-        need(values.isfinite().all(), f"{path}: {key} has values that are not finite: no step could train it")
-        return values
 
     def read_box(spec: Spec, box: Box) -> torch.Tensor:
         out = None
         for name, tensor_box in boxes_on_disk(spec, names_stored(spec.name, stored)):
             common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
             if all(s.start < s.stop for s in common):
-                values = read(name, box_shape(tensor_box), relative(common, tensor_box))
+                values = read_tensor(stored, opened, name, box_shape(tensor_box), relative(common, tensor_box))
                 if common == box:
                     return values.reshape(box_shape(box))
                 out = values.new_empty(box_shape(box)) if out is None else out
                 out[relative(common, box)] = values.reshape(box_shape(common))
         return torch.zeros(box_shape(box)) if out is None else out
     return read_box
+
+
+def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    """The box of a tensor on disk, which must have this shape. opened: files that are open; this one is added."""
+    place, tensor = find_tensor(stored, opened, name)
+    got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if len(shape) == 3 and shape[0] == 1 and len(got) < 3:  # an expert's own matrix
+        shape, box = shape[1:], box[1:]
+    need(got == shape, f"{place} has the shape {got}, the model asks for {shape}")
+    if dtype == "F8_E4M3" and stored.block and name + SCALES in stored.files:
+        values = tensor[box].float() * read_scales(stored, opened, name, shape, box)
+    else:
+        need(dtype in ("F64", "F32", "F16", "BF16"), f"{place} is {dtype}: use a model that is not quantised")
+        values = tensor[box]
+    need(values.isfinite().all(), f"{place} has values that are not finite: no step could train it")
+    return values
+
+
+def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    """The scale of each element in a box of an FP8 weight, which has this shape."""
+    import torch
+    place, tensor = find_tensor(stored, opened, name + SCALES)
+    got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    grid = (*shape[:-2], *(-(-n // size) for n, size in zip(shape[-2:], stored.block)))
+    need(got == grid, f"{place} has the shape {got}, a scale for each block would be {grid}")
+    need(dtype in ("F32", "BF16"), f"{place} is {dtype}: scales must be F32 or BF16")
+    blocks = [slice(s.start // size, -(-s.stop // size)) for s, size in zip(box[-2:], stored.block)]
+    scales = tensor[(*box[:-2], *blocks)].float()
+    for dim, s, size in zip((-2, -1), box[-2:], stored.block):
+        scales = scales.index_select(dim, torch.arange(s.start, s.stop) // size - s.start // size)
+    return scales
+
+
+def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str, Any]:
+    """(file and name in it, for messages; a tensor on disk, of which nothing is read yet)."""
+    from safetensors import SafetensorError
+    need(name in stored.files, f"{stored.folder}: has no tensor {name}, which the model asks for")
+    file, key = stored.files[name]
+    path = os.path.join(stored.folder, file)
+    opened[path] = opened.get(path) or open_safetensors(path, "pt")
+    try:
+        return f"{path}: {key}", opened[path].get_slice(key)
+    except SafetensorError as error:  # the index is of other files
+        raise ValueError(f"{path}: cannot read {key}: {error}") from None
 
 
 def relative(box: Box, origin: Box) -> Box:
@@ -668,7 +708,7 @@ def weights_in(folder: str) -> Stored:
         name = plain_name(key)
         need(name not in found, f"{folder}: has {found.get(name, '  ')[1]} and {key}, which are names of one weight")
         found[name] = file, key
-    return Stored(folder, architecture, tied is True, found)
+    return Stored(folder, architecture, tied is True, found, read_quantization(config, where))
 
 
 def plain_name(key: str) -> str:
@@ -754,7 +794,8 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     longest = theirs.get("max_position_embeddings", 0)
     longest = max(seq, longest) if is_of_kind(longest, 1) else seq
     # All TOKENS are written: transformers' defaults of those that are absent are Llama 2's.
-    config = config_of(model, architecture) | {"torch_dtype": DTYPES[dtype], "max_position_embeddings": longest}
+    # Dynamic rotary scaling begins at a max_position_embeddings of its own, which is in config_of.
+    config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
     config |= dict.fromkeys(TOKENS) | (tokens or {})
     generation |= {name: config[name] for name in TOKENS if config[name] is not None}
     Path(folder, "config.json").write_text(json.dumps(config, indent=2))
