@@ -1,17 +1,19 @@
 """Published models: transformers' folders are read as the same model, and transformers opens what is exported."""
 import contextlib
-import copy
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import grids
 import numpy as np
 import pytest
 import runs
@@ -21,10 +23,12 @@ import torch.nn.functional as F
 import transformers
 from grids import NO_GROUPS
 from program import ROOT
+from transformers import modeling_rope_utils
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from watch import noted
 
 from core import config, rules
-from core.param import Source, Spec, box_shape
+from core.param import Box, Source, Spec, box_shape
 from model import Execution, Llama
 from run import cli, huggingface, job
 from run.generate import sample
@@ -41,6 +45,11 @@ LATENT = dict(num_key_value_heads=6, head_dim=4, q_lora_rank=20, kv_lora_rank=14
               qk_rope_head_dim=4, v_head_dim=7, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3,
               moe_intermediate_size=20, first_k_dense_replace=1,
               rope_parameters=dict(rope_type="default", rope_theta=500.0))
+LINEAR, DYNAMIC, YARN, YARN_2 = (dict(rope_theta=5000.0, **rest) for rest in (
+    dict(rope_type="linear", factor=3.0), dict(rope_type="dynamic", factor=3.0),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, attention_factor=1.25),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.5, mscale_all_dim=0.5)))
+BIASES = dict(attention_bias=True, mlp_bias=True)
 CASES = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3, max_position_embeddings=16384)),
     "llama tied": ("Llama", dict(tie_word_embeddings=True, num_key_value_heads=1, rms_norm_eps=1e-3)),
@@ -58,16 +67,27 @@ CASES = {
     "deepseek": ("DeepseekV3", LATENT),
     "deepseek, queries of the hidden state": ("DeepseekV3", LATENT | dict(
         q_lora_rank=None, v_head_dim=12, n_group=1, topk_group=1, first_k_dense_replace=0)),
+    "llama, biases and linear": ("Llama", dict(BIASES, rope_parameters=LINEAR)),
+    "llama, dynamic, beyond its first length": ("Llama", dict(rope_parameters=DYNAMIC, max_position_embeddings=16)),
+    "qwen3, biases and yarn": ("Qwen3", dict(attention_bias=True, rope_parameters=YARN)),
+    "qwen3 moe, biases": ("Qwen3Moe", dict(num_experts=4, moe_intermediate_size=20, num_experts_per_tok=2,
+                                           attention_bias=True, rope_parameters=YARN_2)),
+    "smollm3": ("SmolLM3", dict(BIASES, no_rope_layer_interval=2)),
+    "deepseek, yarn": ("DeepseekV3", LATENT | dict(rope_parameters=YARN_2 | dict(mscale=1.0, mscale_all_dim=1.0))),
 }
 TOKENS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 @cache
 def of_transformers(case: str) -> transformers.PreTrainedModel:
-    """A model with random weights that give logits of order one."""
+    return made(case, {})
+
+
+def made(case: str, changed: dict) -> transformers.PreTrainedModel:
+    """A model with random weights that give logits of order one. changed: settings besides those of the case."""
     kind, settings = CASES[case]
     settings = getattr(transformers, kind + "Config")(
-        **SMALL | settings, initializer_range=0.1, bos_token_id=None, eos_token_id=None)
+        **SMALL | settings | changed, initializer_range=0.1, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(0)
     theirs = getattr(transformers, kind + "ForCausalLM")(settings).eval()
     with torch.no_grad():
@@ -246,45 +266,84 @@ def test_latents_and_routers_biases_pass_through_a_grid_to_the_bit(pool, publish
         assert tensor.dtype == dtype and torch.equal(tensor, want[name].to(dtype))
 
 
-@pytest.mark.parametrize("case", ["deepseek", "deepseek, queries of the hidden state"])
-def test_five_steps_of_training_are_those_of_transformers(case, tmp_path, monkeypatch):
-    """In fp64, also norms, softmax, router and angles, which transformers computes in fp32."""
-    theirs = copy.deepcopy(of_transformers(case)).double()
+# Whose training is compared with transformers', and changes of its sizes, for grids of four ranks to divide.
+TRAINED = ["llama, biases and linear", "llama, dynamic, beyond its first length", "qwen3, biases and yarn", "smollm3",
+           "deepseek, yarn", "deepseek, queries of the hidden state"]
+DIVISIBLE = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, first_k_dense_replace=1)
+STEPS = 6
+
+
+def by_transformers(case: str, folder: Path, monkeypatch) -> list[tuple[float, float]]:
+    """Train by torch's AdamW in fp64, also norms, softmax, router and angles, which transformers computes in fp32.
+    Returns loss and norm of each step; the folder has the first weights, and in "trained" the last."""
+    theirs = made(case, DIVISIBLE | dict(num_key_value_heads=4) if "deepseek" in case else DIVISIBLE).double()
     theirs.set_experts_implementation("eager")  # the others have no fp64
-    monkeypatch.setattr(sys.modules[type(theirs).__module__], "torch", SimpleNamespace(
-        **vars(torch) | dict(float32=torch.float64, float=torch.float64)))
-    rotary = theirs.model.rotary_emb
-    rotary.inv_freq = rotary.compute_default_rope_parameters(theirs.config)[0]
-    theirs.save_pretrained(tmp_path)
-    llama = Llama(config.Model(**huggingface.read_config(str(tmp_path))), NO_GROUPS, Execution(torch.float64))
-    ours = Optimizer(llama.units(), NO_GROUPS, weight_decay=0.3, clip=0.5)
-    job.load_first(SimpleNamespace(model=llama, optimizer=ours), huggingface.source(str(tmp_path)))
+    doubles = SimpleNamespace(**vars(torch) | dict(float32=torch.float64, float=torch.float64))
+    monkeypatch.setattr(sys.modules[type(theirs).__module__], "torch", doubles)
+    monkeypatch.setattr(modeling_rope_utils, "torch", doubles)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    theirs.save_pretrained(folder)
     matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
     other = torch.optim.AdamW([dict(params=matrices, weight_decay=0.3), dict(params=vectors, weight_decay=0.0)],
                               lr=2e-3, betas=(0.9, 0.95))
-    for step in range(5):
-        tokens = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(step))
-        ours.begin_step(1)
-        loss = llama(tokens[:, :-1], labels=tokens[:, 1:]) / 48
-        loss.backward()
-        ours.finish_step()
-        norm = ours.step(2e-3)
+    out = []
+    for step in range(STEPS):
+        tokens = tokens_of_step(step)
         other.zero_grad()
         with monkeypatch.context() as patches:
             patches.setattr(torch.Tensor, "float", torch.Tensor.double)
-            want = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-        want.backward()
-        assert loss.item() == pytest.approx(want.item(), rel=1e-7)
-        assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item(), rel=1e-7)
+            loss = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        out.append((loss.item(), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item()))
         other.step()
-    theirs.save_pretrained(tmp_path / "trained")
-    first, trained = (huggingface.source(str(folder)) for folder in (tmp_path, tmp_path / "trained"))
-    got = weights_of(llama)
-    for spec in (param.spec for param in llama.parameters()):
-        box = tuple(slice(0, n) for n in spec.shape)
-        want = trained(spec, box)
-        assert want.dtype == torch.float64 and (want - first(spec, box)).abs().max() > 1e-3, spec.name
-        assert (got(spec, box) - want).abs().max() < 1e-7 * want.abs().max(), spec.name
+    theirs.save_pretrained(folder / "trained")
+    return out
+
+
+def tokens_of_step(step: int) -> torch.Tensor:
+    return torch.randint(61, (4, 25), generator=torch.Generator().manual_seed(step))
+
+
+def on_a_grid(folder: str, flags: str) -> tuple[list[tuple[float, float]], list[tuple]]:
+    """Train the model in `folder` on this grid. Returns loss and norm of each step, and what a rank has of weights."""
+    flags = (f"--data {__file__} --dtype fp64 --seq-len 24 --global-batch 4 --lr 0.002 --lr-schedule constant "
+             f"--warmup 0 --grad-clip 0.5 --weight-decay 0.3 {flags}")
+    settings = rules.parse(flags.split(), grids.everyone().size, huggingface.read_config(folder))
+    groups, model, pipeline, optimizer = grids.build(settings, filled=False)
+    job.load_first(SimpleNamespace(model=model, optimizer=optimizer), huggingface.source(folder))
+    out = []
+    for step in range(STEPS):
+        tokens = tokens_of_step(step)
+        loss = grids.forward_backward(settings, groups, model, pipeline, optimizer, tokens[:, :-1], tokens[:, 1:])
+        out.append((loss.item(), optimizer.step(2e-3).item()))
+    return out, grids.pieces(optimizer, "master")
+
+
+def test_training_on_any_grid_is_that_of_transformers(pool, tmp_path, monkeypatch):
+    """Losses and norms of six steps, and weights after the last: these to 1e-7 of a tensor's largest element, as AdamW
+    divides small gradients by their own size."""
+    want, cases = {}, []
+    for number, case in enumerate(TRAINED):
+        folder, moe = tmp_path / str(number), "deepseek" in case
+        want[case] = by_transformers(case, folder, monkeypatch)
+        for grid in ("--tp 4 --recompute full --ep 4", "--tp 2 --sp off --pp 2 --micro-batch 1 --schedule zb-h1 --ep 2",
+                     "--cp 2 --zero 3 --ep 2", "--cp 2 --tp 2 --zero 1 --ep 4"):
+            grid = f"{grid} --aux-loss 0" if moe else grid.partition(" --ep")[0]
+            cases.append(dict(folder=str(folder), flags=grid))
+    for number, ranks in enumerate(grids.for_each(pool, 4, "test_huggingface:on_a_grid", cases)):
+        case, flags = TRAINED[number // 4], cases[number]["flags"]
+        for steps, _ in ranks:
+            for (loss, norm), (its_loss, its_norm) in zip(steps, want[case], strict=True):
+                assert loss == pytest.approx(its_loss, rel=1e-9), (case, flags)
+                assert norm == pytest.approx(its_norm, rel=1e-9), (case, flags)
+        first, trained = (huggingface.source(cases[number]["folder"] + end) for end in ("", "/trained"))
+        for name, weight in grids.whole([pieces for _, pieces in ranks]).items():
+            spec, box = Spec(name, tuple(weight.shape)), tuple(slice(0, n) for n in weight.shape)
+            its = trained(spec, box)
+            # Without rotary embedding, a bias of keys adds the same to all scores of a query, and gets no gradient.
+            moves = (case, name) != ("smollm3", "layers.1.attention.bk")
+            assert its.dtype == torch.float64 and (not moves or (its - first(spec, box)).abs().max() > 1e-3), name
+            assert (weight - its).abs().max() < 1e-7 * its.abs().max(), (case, flags, name)
 
 
 @pytest.mark.parametrize("case", ["llama tied", "mixtral", "qwen3 moe, first layer dense", "deepseek"])
@@ -292,6 +351,17 @@ def test_a_box_reads_its_elements_and_no_others(case, published, monkeypatch):
     """Boxes over several experts, and over the boundary between w_gate and w_up in w_gate_up."""
     specs = [spec for spec in specs_of(loaded(published(case)))
              if huggingface.tensors_on_disk(spec, CASES[case][0] + "ForCausalLM")]
+    reads, source = watched(published(case, "20KB"), monkeypatch)
+    whole = {spec.name: source(spec, tuple(slice(0, n) for n in spec.shape)) for spec in specs}
+    for spec, box in boxes_at_random(specs):
+        reads.clear()
+        got = source(spec, box)
+        assert got.shape == box_shape(box) and torch.equal(got, whole[spec.name][box])
+        assert sum(reads) == got.numel()
+
+
+def watched(folder: str, monkeypatch) -> tuple[list[int], Source]:
+    """The source of a folder, and a list to which the elements of each read are appended."""
     reads, opens = [], safetensors.safe_open
 
     class Slice:
@@ -302,18 +372,18 @@ def test_a_box_reads_its_elements_and_no_others(case, published, monkeypatch):
             reads.append(self.stored[box].numel())
             return self.stored[box]
 
+    source = huggingface.source(folder)
     monkeypatch.setattr(safetensors, "safe_open", lambda *args, **kwargs: SimpleNamespace(
         get_slice=lambda name: Slice(opens(*args, **kwargs).get_slice(name))))
-    source = huggingface.source(published(case, "20KB"))
-    whole = {spec.name: source(spec, tuple(slice(0, n) for n in spec.shape)) for spec in specs}
+    return reads, source
+
+
+def boxes_at_random(specs: list[Spec]) -> Iterator[tuple[Spec, Box]]:
     generator = torch.Generator().manual_seed(0)
     for spec in specs:
         for _ in range(8):
-            box = tuple(slice(*sorted(torch.randint(n + 1, (2,), generator=generator).tolist())) for n in spec.shape)
-            reads.clear()
-            got = source(spec, box)
-            assert got.shape == box_shape(box) and torch.equal(got, whole[spec.name][box])
-            assert sum(reads) == got.numel()
+            yield spec, tuple(slice(*sorted(torch.randint(n + 1, (2,), generator=generator).tolist()))
+                              for n in spec.shape)
 
 
 HUB = json.loads((ROOT / "tests" / "data" / "published.json").read_text())  # fields of config.json that are read here
@@ -369,9 +439,65 @@ def test_the_layers_with_a_window_are_those_of_transformers(architecture, layers
 
 
 @pytest.mark.parametrize("changed", [dict(hidden_act="swish"), dict(partial_rotary_factor=1.0), dict(mlp_bias=False),
-                                     dict(rope_scaling=dict(type="default")), dict(quantization_config=None)])
+                                     dict(rope_scaling=dict(type="default")), dict(quantization_config=None),
+                                     dict(rope_scaling=dict(type="yarn", factor=1.0), max_position_embeddings=64)])
 def test_settings_that_change_nothing_are_accepted(changed, tmp_path):
     assert read(tmp_path, SMALL | LLAMA | changed) == read(tmp_path, SMALL | LLAMA)
+
+
+FP8 = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
+DEEPSEEK_V3 = dict(  # as published
+    architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, ep_size=1,
+    first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, intermediate_size=18432, kv_lora_rank=512,
+    max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048, moe_layer_freq=1, n_group=8,
+    n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8,
+    num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, quantization_config=FP8, rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5,
+    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+                      original_max_position_embeddings=4096, type="yarn"),
+    scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", v_head_dim=128,
+    vocab_size=129280)
+
+
+def test_deepseek_v3_is_read_as_published(tmp_path):
+    flags = ("--preset deepseek-v3 --rope-type yarn --rope-scaling 40 --original-seq-len 4096 --rope-mscale 1 "
+             "--rope-attention-factor 1")
+    want = rules.parse(flags.split()).model
+    assert config.Model(**read(tmp_path, DEEPSEEK_V3) | dict(preset="deepseek-v3")) == want
+    asked, written = DEEPSEEK_V3["rope_scaling"], huggingface.config_of(want, "DeepseekV3ForCausalLM")["rope_scaling"]
+    assert written == asked | dict(rope_type="yarn") if "type" in written else written == {
+        "rope_type" if name == "type" else name: value for name, value in asked.items()}
+
+
+@pytest.mark.parametrize("layers, settings", [
+    (9, {}), (3, {}), (8, dict(no_rope_layer_interval=3)), (3, dict(no_rope_layer_interval=1)),
+    (4, dict(no_rope_layers=[1, 0, 1, 0])), (4, dict(no_rope_layers=[1, 1, 1, 1])),
+    (4, dict(WINDOW, no_rope_layer_interval=1)),
+    (4, dict(WINDOW, no_rope_layer_interval=2, layer_types=["sliding_attention", "full_attention"] * 2))])
+def test_the_layers_without_rotary_embedding_are_those_of_transformers(layers, settings, tmp_path):
+    settings = SMALL | settings | dict(num_hidden_layers=layers)
+    theirs = transformers.SmolLM3Config(**settings)
+    model = config.Model(**read(tmp_path, settings | SMOLLM3))
+    assert [model.has_rope(layer) for layer in range(layers)] == list(map(bool, theirs.no_rope_layers))
+    assert [model.window_of(layer) > 0 for layer in range(layers)] == [
+        kind == "sliding_attention" for kind in theirs.layer_types]
+    again = huggingface.model_fields(huggingface.config_of(model, "SmolLM3ForCausalLM"), "")
+    assert config.Model(**again) == model
+
+
+@pytest.mark.parametrize("settings, ours", [
+    (dict(rope_scaling=dict(type="linear", factor=2)), dict(rope_type="linear", rope_scaling=2)),
+    (dict(rope_parameters=dict(rope_type="linear", factor=2, rope_theta=7.0)),
+     dict(rope_type="linear", rope_scaling=2, rope_theta=7.0)),
+    (dict(rope_scaling=dict(type="yarn", factor=4.0), max_position_embeddings=99),
+     dict(rope_type="yarn", rope_scaling=4.0, original_seq_len=99)),
+    (dict(rope_scaling=dict(type="dynamic", factor=1.0), max_position_embeddings=99),
+     dict(rope_type="dynamic", original_seq_len=99)),
+    (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=3.0)),
+     dict(rope_scaling=8.0, rope_fast_turns=3.0, rope_theta=5000.0))])
+def test_rotary_scaling_is_read_in_the_words_of_transformers_4_and_5(settings, ours, tmp_path):
+    plain = config.Model(**read(tmp_path, SMALL | LLAMA))
+    assert config.Model(**read(tmp_path, SMALL | LLAMA | settings)) == replace(plain, **ours)
 
 
 def test_config_json_is_read_without_torch(tmp_path):
@@ -392,6 +518,7 @@ def refused(begins: str, says: str = ""):
     assert line.startswith(begins) and says in line and "\n" not in line
 
 
+SMOLLM3 = dict(architectures=["SmolLM3ForCausalLM"], model_type="smollm3")
 MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3)
 
 
@@ -400,10 +527,22 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
     (dict(architectures=None), "architectures None"),
     (dict(architectures=[["x"]]), "architectures [['x']]: use one of"),
     (dict(architectures=["Qwen2ForCausalLM", "Qwen3ForCausalLM"]), "architectures ['Qwen2ForCausalLM', 'Qwen3"),
-    (dict(rope_scaling=dict(type="linear", factor=2.0)), 'rope_type "linear": must be "default" or "llama3"'),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), 'rope_type "yarn"'),
-    (dict(rope_parameters=LLAMA3 | dict(high_freq_factor=2.0)), "high_freq_factor 2.0: must be 4.0"),
-    (dict(rope_parameters=LLAMA3 | dict(original_max_position_embeddings=4096)), "embeddings 4096: must be 8192"),
+    *((dict(rope_scaling=dict(type=kind, factor=2.0)), f'rope_type "{kind}": must be "default" or "llama3" or "linear"')
+      for kind in ("longrope", "su", "mrope", "proportional")),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "max_position_embeddings null: must be a whole number ab"),
+    (dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), "max_position_embeddings null: must be a whole number"),
+    (dict(rope_scaling=dict(rope_type="linear")), "factor null: must be a number above 0"),
+    (dict(rope_scaling=LINEAR | dict(long_factor=[1.0])), "long_factor [1.0]: must be absent with rope_type linear"),
+    (dict(rope_scaling=LINEAR | dict(mscale_all_dim=1.0)), "mscale_all_dim 1.0: must be absent with rope_type linear"),
+    (dict(rope_scaling=YARN | dict(beta_slow=2.0)), "beta_slow 2.0: must be null or 1"),
+    (dict(rope_scaling=YARN | dict(truncate=False)), "truncate false: must be true"),
+    (dict(rope_scaling=YARN | dict(attention_factor=0.0)), "attention_factor 0.0: must be a number above 0"),
+    (dict(rope_parameters=LLAMA3 | dict(low_freq_factor=2.0)), "low_freq_factor 2.0: must be 1.0"),
+    (dict(SMOLLM3, no_rope_layers=[1, 0, 0]), "no_rope_layers [1, 0, 0]: must have 0 for every N-th layer, and 1 for"),
+    (dict(SMOLLM3, no_rope_layers=[1, 0]), "no_rope_layers [1, 0]: must be a list of 0 or 1, one per layer"),
+    *((dict(quantization_config=how), f"quantization_config {json.dumps(how)}: must be null, or FP8 with a weight_")
+      for how in (dict(quant_method="gptq", weight_block_size=[128, 128]), dict(FP8, weight_block_size=None),
+                  dict(FP8, fmt="e5m2"))),
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor null: must be 1.0"),
     (dict(rope_parameters=LLAMA3 | dict(factor="8")), 'factor "8": must be a number above 0'),
     (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
@@ -418,7 +557,7 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
     (dict(MOE, mlp_only_layers=[1]), "mlp_only_layers [1]: only the first layers can be dense"),
     *((changed, "") for changed in (
         dict(model_type="qwen3"), dict(num_hidden_layers=10**10), dict(hidden_act="gelu"), dict(attention_dropout=0.1),
-        dict(router_jitter_noise=0.1), dict(LLAMA, attention_bias=True), dict(LLAMA, mlp_bias=True),
+        dict(router_jitter_noise=0.1), dict(attention_bias=True), dict(MOE, mlp_bias=True),
         dict(LLAMA, layer_types=["full_attention"] * 3), dict(quantization_config=dict(quant_method="fp8")),
         dict(partial_rotary_factor=0.5), dict(WINDOW, max_window_layers="x"), dict(hidden_size=None),
         dict(vocab_size="61"), dict(tie_word_embeddings=1), dict(rms_norm_eps=-1e-6), dict(rms_norm_eps=0),
@@ -501,6 +640,87 @@ def test_damaged_weights_are_refused_in_one_line(damage, message, published, tmp
         loaded(str(folder))
 
 
+def quantised(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Write the matrices of the layers in `folder`, but for the routers', as DeepSeek-V3's are. Returns all weights by
+    transformers' own dequantisation."""
+    path, rows, columns = folder / "model.safetensors", *block
+    weights, whole = safetensors.torch.load_file(path), {}
+    for name, weight in [*weights.items()]:
+        whole[name] = weight
+        if weight.ndim == 2 and ".layers." in name and "mlp.gate." not in name:
+            grid = -(-len(weight) // rows), -(-weight.shape[1] // columns)
+            padded = F.pad(weight, (0, grid[1] * columns - weight.shape[1], 0, grid[0] * rows - len(weight)))
+            blocks = padded.view(grid[0], rows, grid[1], columns)
+            scales = blocks.abs().amax((1, 3)) / 448
+            stored = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(padded.shape)
+            weights[name] = stored[:len(weight), :weight.shape[1]].contiguous()
+            weights[name + "_scale_inv"] = scales
+            restored = Fp8Dequantize(None)._dequantize_one(stored, scales)
+            whole[name] = restored[:len(weight), :weight.shape[1]].contiguous()
+    safetensors.torch.save_file(weights, path, metadata=dict(format="pt"))
+    change(folder / "config.json", quantization_config=FP8 | dict(weight_block_size=[*block]))
+    return whole
+
+
+@pytest.mark.parametrize("block", [(4, 4), (5, 128)])
+def test_weights_in_fp8_are_read_with_their_scales(block, published, tmp_path, monkeypatch):
+    """Into the model that transformers makes of them; and of any box, whose edges need not be those of blocks, no more
+    than its elements and the scales of its blocks."""
+    folder, whole = tmp_path / "fp8", tmp_path / "whole"
+    for copy in (folder, whole):
+        shutil.copytree(published("deepseek"), copy)
+    weights = quantised(folder, block)
+    safetensors.torch.save_file(weights, whole / "model.safetensors", metadata=dict(format="pt"))
+    llama = loaded(str(folder))
+    assert huggingface.check_weights(str(folder), llama.config, allow_mismatch=False) == []
+    want, got = logits(transformers.AutoModelForCausalLM.from_pretrained(whole)), logits(llama)
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    assert (got - logits(of_transformers("deepseek"))).abs().max() > 1e-2  # FP8 is coarse
+    plain = huggingface.source(str(whole))
+    reads, source = watched(str(folder), monkeypatch)
+    for spec, box in boxes_at_random(specs_of(llama)):
+        want, blocks = plain(spec, box), 2 * math.prod(s.stop - s.start for s in box[:-2])  # 2: of gate and up
+        for s, size in zip(box[-2:], block):
+            blocks *= (s.stop - s.start + size - 2) // size + 1
+        reads.clear()
+        assert torch.equal(source(spec, box), want) and sum(reads) <= want.numel() + blocks, spec.name
+
+
+def test_scales_of_another_shape_are_refused(published, tmp_path):
+    folder, name = tmp_path / "fp8", "model.layers.0.mlp.down_proj.weight"
+    shutil.copytree(published("deepseek"), folder)
+    quantised(folder, (4, 4))
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(weights | {name + "_scale_inv": torch.ones(12, 13)}, folder / "model.safetensors")
+    with refused(f"{folder}/model.safetensors: {name}_scale_inv", "has the shape (12, 13), a scale for each block"):
+        loaded(str(folder))
+    weights.pop(name + "_scale_inv")
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    with refused(f"{folder}/model.safetensors: {name} is F8_E4M3: use a model that is not quantised"):
+        loaded(str(folder))
+
+
+def test_deepseeks_block_for_multi_token_prediction_is_left_out_and_not_taken_for_ours(published, tmp_path):
+    """transformers leaves it out, too, or reads it behind the last norm, where ours is before it."""
+    folder = tmp_path / "ahead"
+    shutil.copytree(published("deepseek"), folder)
+    path, ahead = folder / "model.safetensors", "model.layers.3."
+    weights = safetensors.torch.load_file(path)
+    block = {name.replace("model.layers.2.", ahead): weight.clone() for name, weight in weights.items()
+             if ".layers.2." in name}
+    block |= {ahead + name: torch.ones(4) for name in (
+        "embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight",
+        "shared_head.head.weight")}
+    safetensors.torch.save_file(weights | block, path, metadata=dict(format="pt"))
+    model = config.Model(**huggingface.read_config(str(folder)))
+    assert huggingface.check_weights(str(folder), model, allow_mismatch=False) == []
+    assert torch.equal(logits(loaded(str(folder))), logits(loaded(published("deepseek"))))
+    model.mtp = True
+    with refused(str(folder), f"has {ahead}eh_proj.weight and {len(block) - 1} more tensors of a block for multi-"):
+        huggingface.check_weights(str(folder), model, allow_mismatch=False)
+    huggingface.check_weights(str(folder), model, allow_mismatch=True)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(case, published, tmp_path):
     """Of whole folders all are used; of a folder with one more none of those that transformers computes is missed."""
@@ -511,7 +731,8 @@ def test_weights_that_the_model_would_not_use_are_refused_unless_insisted_on(cas
     shutil.copytree(published(case), folder)
     weights = safetensors.torch.load_file(path)
     weights |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # which nobody uses
-    for layer, name in [(0, "self_attn.o_proj.bias"), (0, "mlp.extra.weight"), (3, "input_layernorm.weight")]:
+    unknown = "self_attn.g_proj.weight" if model.out_bias else "self_attn.o_proj.bias"
+    for layer, name in [(0, unknown), (0, "mlp.extra.weight"), (3, "input_layernorm.weight")]:
         more = {f"model.layers.{layer}.{name}": torch.ones(4), f"model.layers.{layer + 1}.zero.weight": torch.ones(4)}
         safetensors.torch.save_file(weights | more, path)
         says = (f"^{folder}: has {sorted(more)[0]} and 1 more tensors, which the model does not use: "
