@@ -73,6 +73,8 @@ CASES = {
     "qwen3 moe, biases": ("Qwen3Moe", dict(num_experts=4, moe_intermediate_size=20, num_experts_per_tok=2,
                                            attention_bias=True, rope_parameters=YARN_2)),
     "smollm3": ("SmolLM3", dict(BIASES, no_rope_layer_interval=2)),
+    "smollm3 every second": ("SmolLM3", dict(WINDOW, no_rope_layer_interval=3, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"])),
     "deepseek, yarn": ("DeepseekV3", LATENT | dict(rope_parameters=YARN_2 | dict(mscale=1.0, mscale_all_dim=1.0))),
 }
 TOKENS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -330,7 +332,7 @@ def test_training_on_any_grid_is_that_of_transformers(pool, tmp_path, monkeypatc
                      "--cp 2 --zero 3 --ep 2", "--cp 2 --tp 2 --zero 1 --ep 4"):
             grid = f"{grid} --aux-loss 0" if moe else grid.partition(" --ep")[0]
             cases.append(dict(folder=str(folder), flags=grid))
-    for number, ranks in enumerate(grids.for_each(pool, 4, "test_huggingface:on_a_grid", cases)):
+    for number, ranks in enumerate(grids.for_each(pool, 4, on_a_grid, cases)):
         case, flags = TRAINED[number // 4], cases[number]["flags"]
         for steps, _ in ranks:
             for (loss, norm), (its_loss, its_norm) in zip(steps, want[case], strict=True):
@@ -910,7 +912,10 @@ def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, sa
 @pytest.mark.parametrize("flags, architecture", [
     ("--preset llama-3.1-8b", "LlamaForCausalLM"), ("--preset tiny", "LlamaForCausalLM"),
     ("--heads 6 --head-dim 10", "MistralForCausalLM"),  # transformers' Llama wants heads that divide hidden
-    ("--window 128", "MistralForCausalLM"), ("--preset qwen2.5-0.5b", "Qwen2ForCausalLM"),
+    ("--window 128", "MistralForCausalLM"), ("--window 128 --full-attention-every 4", "SmolLM3ForCausalLM"),
+    ("--no-rope-every 4 --ffn-bias", "SmolLM3ForCausalLM"), ("--qkv-bias --out-bias", "LlamaForCausalLM"),
+    ("--rope-type yarn --rope-scaling 4 --rope-fast-turns 32", "LlamaForCausalLM"),
+    ("--qk-norm --qkv-bias --out-bias", "Qwen3ForCausalLM"), ("--preset qwen2.5-0.5b", "Qwen2ForCausalLM"),
     ("--preset qwen3-8b --window 128 --full-attention-every 4", "Qwen3ForCausalLM"),
     ("--preset mixtral-8x7b", "MixtralForCausalLM"), ("--preset tiny-moe", "MixtralForCausalLM"),
     ("--preset qwen3-30b-a3b --dense-layers 2", "Qwen3MoeForCausalLM"),
@@ -921,7 +926,7 @@ def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp
 
 
 @pytest.mark.parametrize("flags, named", [
-    ("--window 128 --full-attention-every 4", "--full-attention-every 4 (only 0)"),
+    ("--preset tiny-moe --window 128 --full-attention-every 4", "--full-attention-every 4 (only 0)"),
     ("--qk-norm --qkv-bias", "--qkv-bias True"),
     ("--preset tiny-moe --shared-experts 1", "--shared-experts 1 (only 0)"),
     ("--preset tiny-moe --dense-layers 1", "--dense-layers 1 (only 0)"),
@@ -930,7 +935,9 @@ def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp
     ("--preset tiny-moe --router-scale 2", "--router-scale 2.0 (only 1.0)"),
     ("--preset deepseek-v3 --norm-eps 1e-5", "--norm-eps 1e-05 (only 1e-06)"),
     ("--preset deepseek-v3 --window 8", "--window 8 (only 0)"),
-    ("--heads 6 --head-dim 10 --window 4 --full-attention-every 2", "--heads 6 (only divisors of --hidden 128)")])
+    ("--heads 6 --head-dim 10 --qk-norm --qkv-bias", "--heads 6 (only divisors of --hidden 128)"),
+    ("--out-bias", "--qkv-bias False (only True)"), ("--qk-norm --ffn-bias", "--ffn-bias True (only False)"),
+    ("--qk-norm --no-rope-every 4", "--no-rope-every 4 (only 0)")])
 def test_what_no_class_of_transformers_computes_is_not_exported(flags, named, tmp_path):
     model = rules.parse(f"--data {__file__} {flags}".split()).model
     with refused("", named):
