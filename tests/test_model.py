@@ -48,7 +48,7 @@ SMALL = "--layers 2 --hidden 48 --heads 6 --kv-heads 3 --head-dim 10 --ffn 56 --
 def test_first_weights_are_those_of_gpt_2():
     """0.02, and less where layers write to the residual stream: by the root of twice the layers of all stages."""
     flags, seen = "--layers 8 --hidden 64 --heads 6 --head-dim 16 --ffn 96 --pp 2 --schedule 1f1b", set()
-    for more in "--qkv-bias --qk-norm", "--experts 4 --expert-ffn 24 --shared-experts 1", LATENT:
+    for more in "--qkv-bias --qk-norm --out-bias --ffn-bias", "--experts 4 --expert-ffn 24 --shared-experts 1", LATENT:
         settings = rules.parse(f"--data {__file__} {flags} {more}".split(), 2)
         for stage in range(2):
             group = SimpleNamespace(size=2, rank=stage)
@@ -60,7 +60,7 @@ def test_first_weights_are_those_of_gpt_2():
                 else:
                     std = 0.02 / 16 ** 0.5 if kind in ("wo", "w_down") else 0.02
                     assert values.std().item() == pytest.approx(std, rel=0.05 if kind != "router" else 0.2), kind
-    assert {"embedding", "head", "norm", "wq", "wo", "bq", "w_down"} <= seen
+    assert {"embedding", "head", "norm", "wq", "wo", "bq", "bo", "w_down", "b_down"} <= seen
 
 
 # Exact totals, each found in the model's repository or index file (and equal to a formula over its configuration).
@@ -137,9 +137,10 @@ def test_a_packed_batch_equals_separate_documents():
     assert (llama(packed) - apart).abs().max() > 0.1  # without the mask documents do see each other
 
 
-@pytest.mark.parametrize("q_lora_rank", [20, 0])
-def test_plain_latent_attention_computes_and_caches_what_the_layer_does(q_lora_rank):
-    llama, seen, cache = filled(architecture(f"{SMALL}{LATENT} --q-lora-rank {q_lora_rank}")), [], KVCache()
+@pytest.mark.parametrize("more", [" --q-lora-rank 20", " --q-lora-rank 0",
+                                  " --rope-type yarn --rope-scaling 4 --original-seq-len 50 --rope-mscale 0.7"])
+def test_plain_latent_attention_computes_and_caches_what_the_layer_does(more):
+    llama, seen, cache = filled(architecture(SMALL + LATENT + more)), [], KVCache()
     attention = llama.blocks["1"].attention
     attention.register_forward_hook(lambda module, given, y: seen.append((given[0], y)))
     weights = {p.spec.name.removeprefix("layers.1.attention."): p.detach() for p in attention.parameters()}
@@ -153,7 +154,7 @@ def test_plain_latent_attention_computes_and_caches_what_the_layer_does(q_lora_r
 
 
 @pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
-                                   SMALL + " --layers 3 --window 5 --full-attention-every 2",
+                                   SMALL + " --layers 3 --window 5 --full-attention-every 2 --no-rope-every 3",
                                    SMALL + LATENT, SMALL + LATENT + " --q-lora-rank 0 --window 5"])
 def test_sampling_with_the_cache_equals_sampling_without(flags):
     llama = filled(architecture(flags))
@@ -220,8 +221,8 @@ def test_flops_equal_those_of_a_real_step(more):
 
 def test_matrices_of_blocks_in_fp8_are_counted():
     """Not routers, norms and biases; of the middle one of three layers, or the first two, of which one is dense."""
-    settings = rules.parse(f"{SMALL} --layers 3 --qk-norm --qkv-bias --experts 4 --expert-ffn 20 --shared-experts 2 "
-                            "--dense-layers 1".split())
+    settings = rules.parse(f"{SMALL} --layers 3 --qk-norm --qkv-bias --out-bias --experts 4 --expert-ffn 20 "
+                           "--shared-experts 2 --dense-layers 1".split())
     attention, dense, experts = 48 * 10 * (6 + 3 + 3 + 6), 3 * 48 * 56, (4 + 2) * 3 * 48 * 20
     assert fp8_elements(settings, range(3)) == 0
     settings.precision.fp8 = "tensorwise"

@@ -64,6 +64,7 @@ def printed(capsys, command: str) -> str:
     ("--preset llama-3.1-8b --tp 16 --seq-len 512 --recompute full", 16),
     ("--preset qwen2.5-0.5b --tp 2 --zero 2 --optimizer muon", 8),
     ("--preset llama-2-7b --zero 2 --optimizer muon", 8),
+    ("--preset llama-3.2-1b --tp 2 --zero 2 --optimizer muon --out-bias --ffn-bias", 8),
     ("--preset llama-3.2-1b --mtp --pp 2 --zero 3 --optimizer muon", 8),
     ("--preset deepseek-v3 --mtp --ep 16 --pp 4 --zero 1 --fp8 blockwise --no-fp8-ends", 64),
     ("--preset deepseek-v3 --mtp --ep 16 --pp 4 --zero 1 --optimizer muon", 64)])
