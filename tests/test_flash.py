@@ -177,6 +177,26 @@ def test_tiles_that_nobody_sees_are_not_loaded(small_tiles, window):
         assert flash.find_loaded_tiles(Mask(window=window, documents=both), 48, 16, 16) == tiles.tolist()
 
 
+@pytest.mark.parametrize("window, offset", [(0, -20), (0, 7), (9, 12)])
+def test_queries_at_an_offset_load_no_tile_that_they_do_not_see(small_tiles, window, offset):
+    """As in blocks of context parallelism. Which tiles forward loads is found by NaN in values. Backward's kernels: the
+    one of dk and dv by NaN in do, a tile of queries at a time; the one of dq by NaN in a tile of keys."""
+    mask, (q, k, v) = Mask(window=window, offset=offset), heads(48, 48, 1, 1, B=1)
+    distance = torch.arange(48)[:, None] + offset - torch.arange(48)
+    pairs = (distance >= 0) & (distance < (window or 100))
+    tiles = pairs.view(3, 16, 3, 16).any(3).any(1)
+    assert flash.find_loaded_tiles(mask, 48, 16, 16) == tiles.tolist()
+    o, lse = flash_forward(q, k, v, mask)
+    for n in range(3):
+        do, keys = torch.ones_like(q), k.clone()
+        do[:, :, 16 * n] = torch.nan
+        keys[:, :, 16 * n] = torch.nan
+        _, dk, dv = flash_backward(do, q, k, v, o, lse, mask)
+        dq, *_ = flash_backward(torch.ones_like(q), q, keys, v, o, lse, mask)
+        for found, wanted in (dk, tiles[n]), (dv, tiles[n]), (dq, tiles[:, n]):
+            assert found[0, 0, ::16].isnan().any(-1).tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize("query, window, keys", [(20, 0, range(32)), (44, 0, range(32, 48)), (20, 6, range(32))])
 def test_backward_loads_no_tile_that_nobody_sees(small_tiles, query, window, keys):
     """NaN in a query's do reaches keys in the tiles that it is computed with, none after it or of other documents, two
