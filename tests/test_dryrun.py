@@ -223,16 +223,20 @@ SIZE = ("--layers 4 --hidden 512 --heads 8 --kv-heads 4 --ffn 1408 --vocab 16000
         "--micro-batch 1 --dtype bf16 ")
 SIZE_MOE = SIZE + "--experts 8 --expert-ffn 512 "
 LATENT_SIZE = "--kv-heads 8 --head-dim 96 --kv-lora-rank 128 --q-lora-rank 192 --rope-head-dim 32 --v-head-dim 64 "
-PLANNED = [  # (flags, pipeline rank, of 8 ranks)
-    (SIZE + "--dp 8 --zero 3 --fp8 blockwise", 0), (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0),
-    (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1", 0),
-    (SIZE + "--dp 8 --zero 0 --reduce-dtype bf16 --seq-len 64", 0),
-    (SIZE + "--pp 4 --dp 2 --schedule zb-h1 --zero 1 --recompute full", 3),
-    (SIZE + "--mtp --pp 2 --dp 4 --zero 1 --schedule afab", 1),
-    (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0), (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --optimizer muon", 0),
-    (SIZE + "--tp 8 --sp off --recompute full --micro-batch 8", 0),
+# By how much a formula may miss the peak. Where it knows the moment of the peak, it leaves out statistics of some kB.
+EXACT, ESTIMATED = dict(abs=20_000), dict(rel=0.01)
+PLANNED = [  # (flags, pipeline rank, of 8 ranks, by how much)
+    (SIZE + "--dp 8 --zero 3 --fp8 blockwise", 0, ESTIMATED),
+    (SIZE + "--pp 2 --dp 2 --tp 2 --zero 1", 0, ESTIMATED),
+    (SIZE_MOE + "--pp 2 --dp 2 --tp 2 --ep 4 --zero 1", 0, ESTIMATED),
+    (SIZE + "--dp 8 --zero 0 --reduce-dtype bf16 --seq-len 64", 0, EXACT),
+    (SIZE + "--pp 4 --dp 2 --schedule zb-h1 --zero 1 --recompute full", 3, ESTIMATED),
+    (SIZE + "--mtp --pp 2 --dp 4 --zero 1 --schedule afab", 1, EXACT),
+    (SIZE + LATENT_SIZE + "--dp 8 --zero 1", 0, EXACT),
+    (SIZE + "--dp 8 --zero 1 --dp-replicate 2 --optimizer muon", 0, EXACT),
+    (SIZE + "--tp 8 --sp off --recompute full --micro-batch 8", 0, EXACT),
     # The last rank goes through its first chunk for a group before the second: it then holds several losses.
-    (SIZE + "--pp 2 --dp 1 --tp 4 --schedule interleaved --global-batch 5", 1),
+    (SIZE + "--pp 2 --dp 1 --tp 4 --schedule interleaved --global-batch 5", 1, EXACT),
 ]
 PLANNED_SLOW = [(f"{SIZE}{axes} --zero {zero} --recompute {recompute}", rank)
                 for axes, ranks in (("--dp 8", [0]), ("--tp 4 --dp 2 --sp off", [0]), ("--cp 8", [0]),
@@ -255,14 +259,14 @@ PLANNED_SLOW += [(f"{SIZE}{flags}", 0) for flags in (
 PLANNED_SLOW += [(f"{SIZE_MOE}--dp 8 --ep 4 --zero {zero} --reduce-dtype bf16 --seq-len 64", 0) for zero in (0, 1)]
 
 
-@pytest.mark.parametrize("flags, rank", [
+@pytest.mark.parametrize("flags, rank, misses", [
     *(pytest.param(*planned, id=f"{number}") for number, planned in enumerate(PLANNED)),
-    *(pytest.param(*planned, marks=pytest.mark.slow) for planned in PLANNED_SLOW)])
-def test_the_formulas_are_the_dry_runs_peak(flags, rank):
+    *(pytest.param(*planned, dict(rel=0.02), marks=pytest.mark.slow) for planned in PLANNED_SLOW)])
+def test_the_formulas_are_the_dry_runs_peak(flags, rank, misses):
     settings = rules.parse(flags.split(), 8)
     found = measured_on(flags, 8, rank * (8 // settings.grid.pp))
     formula = device.memory_of_rank(settings, rank)
-    assert sum(formula.values()) == pytest.approx(found.peak, rel=0.03)
+    assert sum(formula.values()) == pytest.approx(found.peak, **misses)
     assert formula["optimizer"] == pytest.approx(found.peak_of_kind["optimizer"], rel=2e-3)
 
 
