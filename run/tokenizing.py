@@ -434,8 +434,9 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
             if templates or marks.end is not None:
                 described.write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
             mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
-            mask.unlink(missing_ok=True)  # of a file that is replaced
-            starts.unlink(missing_ok=True)
+            # Of a file that is replaced. Its tokens go first, so that a kill leaves none beside another file's mask.
+            for replaced in target, mask, starts:
+                replaced.unlink(missing_ok=True)
             if writer.targets < writer.count:
                 writer.mask.rename(mask)
             if writer.needs_starts:
@@ -454,13 +455,25 @@ def copy_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> No
     """
     if not (folder / "tokenizer.json").exists():
         for file in huggingface.tokenizer_files(path.parent):
-            shutil.copyfile(file, folder / file.name)
-        shutil.copyfile(path, folder / "tokenizer.json")  # path may have another name
+            if file.name != "tokenizer.json":
+                copy_whole(file, folder / file.name)
     settings = folder / "tokenizer_config.json"
     if not settings.exists():
         end = marks.begin if marks.end is None else marks.end
         names = dict(bos_token=tokenizer.id_to_token(marks.begin), eos_token=tokenizer.id_to_token(end))
-        settings.write_text(json.dumps(names, indent=2))
+        unfinished = settings.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(names, indent=2))
+        unfinished.rename(settings)
+    # Last, because the others are copied only where it is missing.
+    if not (folder / "tokenizer.json").exists():
+        copy_whole(path, folder / "tokenizer.json")  # path may have another name
+
+
+def copy_whole(file: Path, target: Path) -> None:
+    """Copy a file, so that a kill leaves no half of it under the new name."""
+    unfinished = target.with_name(target.name + ".tmp")
+    shutil.copyfile(file, unfinished)
+    unfinished.rename(target)
 
 
 def with_template(given: Iterable[Document], tokenizer_path: str,
