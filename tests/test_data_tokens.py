@@ -1,9 +1,12 @@
 """Texts become the ids that the tokenizers library makes of the whole text, whatever is set for batches."""
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +18,7 @@ import transformers
 from runs import metrics, run
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
+from watch import is_killed
 
 from run import data, tokenizing
 from run.chat import CHATML_MARKERS
@@ -226,6 +230,41 @@ def test_texts_that_change_are_tokenized_anew_and_conversations_have_a_mask(publ
         tokens, _, targets = Corpus([str(newest)], 10_000).read(0, len(Corpus([str(newest)], 10_000)))
         answer = trained_once("gpt 2").decode(tokens[targets].tolist(), skip_special_tokens=False)
         assert answer == f"{completion}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("before", ["a conversation", "a text", "nothing"])
+def test_a_kill_leaves_no_tokens_beside_the_mask_or_the_tokenizer_of_others(tmp_path, before):
+    """Of as many tokens. What is opened is what was there or what is written, and the next try writes all of it."""
+    tokenizer = saved(trained_once("gpt 2"), tmp_path)
+
+    def write(name: str, out: Path, content: str) -> tuple[list, ...]:
+        (tmp_path / name).write_text(content)
+        tokenizing.tokenize([str(tmp_path / name)], tokenizer, str(out))
+        return read(out)
+
+    def read(out: Path) -> tuple[list, ...]:
+        corpus = Corpus([str(out)], 10_000)
+        tokens, _, targets = corpus.read(0, len(corpus))
+        return tokens.tolist(), targets.tolist()
+
+    record = dict(prompt="~~~", completion="~")  # a character that no tokens are merged of
+    new = write("new.jsonl", tmp_path / "new" / "x.bin", json.dumps(record))
+    earlier = {"a conversation": ("old.jsonl", json.dumps(dict(prompt="~", completion="~~~"))),
+               "a text": ("old.txt", "~" * (len(new[0]) - 1))}
+    for after in count():
+        out, old = tmp_path / str(after) / "x.bin", None
+        if before != "nothing":
+            name, content = earlier[before]
+            old = write(name, out, content)
+            assert len(old[0]) == len(new[0]) and old[1] != new[1]
+        rewrite = partial(tokenizing.tokenize, [str(tmp_path / "new.jsonl")], tokenizer, str(out))
+        killed = is_killed(rewrite, out.parent, after)
+        with contextlib.suppress(ValueError):  # it cannot be read
+            assert read(out) in (old, new)
+        assert write("new.jsonl", out, json.dumps(record)) == new
+        if not killed:
+            break
+    assert after >= 6
 
 
 def test_a_pretrained_model_without_a_tokenizer_reads_bytes_and_says_so(published, tmp_path, capfd):

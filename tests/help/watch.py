@@ -1,6 +1,10 @@
-"""Watching: every operation that torch dispatches, and calls of chosen functions, in order."""
+"""Watching: every operation that torch dispatches, calls of chosen functions in order, and changes of files."""
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -60,3 +64,47 @@ def in_order(*calls: tuple[Any, str, Any]) -> Iterator[list]:
 def waits(name: str) -> tuple:
     """For `in_order`: collectives that are waited for while they are in flight."""
     return collectives.Pending, "wait", lambda pending: name if pending.works else None
+
+
+class Killed(BaseException):
+    """What `killed` raises where a kill would end the process."""
+
+
+class Changes:
+    """Python's hook for events, which nothing removes: it counts the changes of files in a folder."""
+
+    def __init__(self):
+        self.folder, self.left = "", 0  # "": nothing is counted; the number of changes that are still made
+        sys.addaudithook(self.see)
+
+    def see(self, event: str, arguments: tuple) -> None:
+        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not self.folder or not (opens or event in ("os.rename", "os.remove")):
+            return
+        if not str(arguments[0]).startswith(self.folder):
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.folder = ""
+            if opens:
+                open(arguments[0], "wb").close()
+            raise Killed
+
+
+@cache
+def changes() -> Changes:
+    return Changes()
+
+
+def is_killed(work: Callable[[], Any], folder: Path, after: int) -> bool:
+    """Do the work, as a process that is killed after so many changes of files in a folder does it; whether it was. A
+    file that it has just opened to write is empty."""
+    seen = changes()
+    seen.folder, seen.left = str(folder), after
+    try:
+        work()
+    except Killed:
+        return True
+    finally:
+        seen.folder = ""
+    return False
