@@ -502,22 +502,32 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
-    """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py."""
-    stored, run = open_checkpoint(path)[1].state_dict_metadata, cli.read_run(path)
-    for given in filter(None, (run["published"], run["tokenizer"])):
-        need(os.path.isdir(given), f"{path}: the run read {given}, and there is no such folder any more")
+    """Weights as transformers reads them; every rank writes some files. Raises ValueError, see run/huggingface.py, on
+    all ranks if it raises on one."""
+    def together(work: Callable[[], Any]) -> Any:
+        def tried() -> Any:
+            try:
+                return work()
+            except OSError as error:
+                raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
+        return agree(tried, group)
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
+        run = cli.read_run(path)
+        for given in filter(None, (run["published"], run["tokenizer"])):
+            need(os.path.isdir(given), f"{path}: the run read {given}, and there is no such folder any more")
+        return open_checkpoint(path)[1].state_dict_metadata, run
+
+    stored, run = together(read)
     model = config.Model(**run["model"])
     names = sorted((name.removesuffix("/master") for name in stored if name.endswith(("/master", ".router.bias"))),
                    key=lambda name: [part.zfill(9) for part in name.split(".")])  # layer 2 before layer 10
     specs = [Spec(name, tuple(stored[name if name in stored else f"{name}/master"].size)) for name in names]
-    try:
-        huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
-                           published=run["published"], tokens=special_tokens(run),
-                           seq=max(run["described"]["longest"], run["settings"]["seq_len"]))
-        if group.rank == 0:
-            tokenizing.export_tokenizer(folder, run["tokenizer"] or run["published"], run["described"])
-    except OSError as error:
-        raise ValueError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
+    huggingface.export(folder, model, specs, source(path), dtype, rank=group.rank, world=group.size,
+                       published=run["published"], tokens=special_tokens(run),
+                       seq=max(run["described"]["longest"], run["settings"]["seq_len"]), together=together,
+                       write_tokenizer=lambda: tokenizing.export_tokenizer(
+                           folder, run["tokenizer"] or run["published"], run["described"]))
 
 
 def special_tokens(run: dict[str, Any]) -> dict[str, Any]:

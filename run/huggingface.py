@@ -25,7 +25,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -768,9 +768,13 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: str, *, rank: int = 0, world: int = 1,
-           published: str = "", tokens: dict[str, Any] | None = None, shard_bytes: int = 5 * 10**9,
-           seq: int = 2048) -> None:
+           published: str = "", tokens: dict[str, Any] | None = None, shard_bytes: int = 5 * 10**9, seq: int = 2048,
+           write_tokenizer: Callable[[], Any] = lambda: None,
+           together: Callable[[Callable], Any] = lambda work: work()) -> None:
     """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
+
+    An earlier export in the folder is replaced. From its first file to the last one, the folder has no config.json, so
+    nobody opens a mixture of both, also if the export is killed.
 
     specs: of all parameters, on each rank in the same order; those of multi-token prediction are left out, as no class
     of transformers reads them. source: of any box of them. dtype: "bf16", "fp16", "fp32".
@@ -779,34 +783,57 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     published: the folder of the model that training began with, "" if there is none, whose settings of generation are
     kept. tokens: the special tokens, by the names in TOKENS; none if it is None.
     seq: the longest sample that was trained, in tokens; max_position_embeddings is this or the published one.
+    write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it.
+    together: calls a function on all ranks, and returns its result when all have done so.
     Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
     """
     import torch
     architecture, torch_dtype = exportable(model), getattr(torch, DTYPES[dtype])
     specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
     shards = plan_shards(specs, architecture, torch_dtype, shard_bytes)
-    os.makedirs(folder, exist_ok=True)
-    for file in list(shards)[rank::world]:
-        write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
-    if rank > 0:
-        return
-    theirs, generation = published_json(published)
-    longest = theirs.get("max_position_embeddings", 0)
-    longest = max(seq, longest) if is_of_kind(longest, 1) else seq
-    # All TOKENS are written: transformers' defaults of those that are absent are Llama 2's.
-    # Dynamic rotary scaling begins at a max_position_embeddings of its own, which is in config_of.
-    config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
-    config |= dict.fromkeys(TOKENS) | (tokens or {})
-    generation |= {name: config[name] for name in TOKENS if config[name] is not None}
-    Path(folder, "config.json").write_text(json.dumps(config, indent=2))
-    Path(folder, GENERATION).unlink(missing_ok=True)  # of an earlier export
-    if generation:
-        Path(folder, GENERATION).write_text(json.dumps(generation, indent=2))
+
+    def begin() -> tuple[dict[str, Any], dict[str, Any]]:
+        os.makedirs(folder, exist_ok=True)
+        if rank > 0:
+            return {}, {}
+        theirs, generation = published_json(published)  # read first: it may be in the same folder
+        longest = theirs.get("max_position_embeddings", 0)
+        longest = max(seq, longest) if is_of_kind(longest, 1) else seq
+        # All TOKENS are written: transformers' defaults of those that are absent are Llama 2's.
+        # Dynamic rotary scaling begins at a max_position_embeddings of its own, which is in config_of.
+        config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
+        config |= dict.fromkeys(TOKENS) | (tokens or {})
+        generation |= {name: config[name] for name in TOKENS if config[name] is not None}
+        Path(folder, "config.json").unlink(missing_ok=True)
+        return config, generation
+
+    def write_shards() -> None:
+        for file in list(shards)[rank::world]:
+            write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
+
+    def write_others() -> None:
+        if rank == 0:
+            write_index(folder, shards, torch_dtype)
+            Path(folder, GENERATION).unlink(missing_ok=True)  # of an earlier export
+            if generation:
+                Path(folder, GENERATION).write_text(json.dumps(generation, indent=2))
+            write_tokenizer()
+            unfinished = Path(folder, "config.json.tmp")
+            unfinished.write_text(json.dumps(config, indent=2))
+            unfinished.rename(Path(folder, "config.json"))
+
+    config, generation = together(begin)
+    together(write_shards)
+    together(write_others)
+
+
+def write_index(folder: str, shards: dict[str, dict[str, tuple[Spec, Box]]], dtype: torch.dtype) -> None:
+    """Write which of several shards has which tensor, and remove the weights of an earlier export."""
     for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index
         if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
             os.remove(os.path.join(folder, old))
     if len(shards) > 1:
-        size = sum(bytes_on_disk(spec, box, torch_dtype) for shard in shards.values() for spec, box in shard.values())
+        size = sum(bytes_on_disk(spec, box, dtype) for shard in shards.values() for spec, box in shard.values())
         files = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": size}, "weight_map": files}
         Path(folder, INDEX).write_text(json.dumps(index, indent=2))

@@ -448,8 +448,7 @@ def finish(run: Run) -> None:
         path = Path(asked.checkpoint_dir, f"step-{state.step:06d}") if run.saver else run.resumed
         try:
             with cli.told_if_slow(f"exporting the model to {asked.export_hf}"):
-                agree(lambda: checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host),
-                      run.host)
+                checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host)
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
     if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
