@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from grids import NO_GROUPS
 from program import ROOT
 from transformers import modeling_rope_utils
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from watch import noted
+from watch import is_killed, noted
 
 from core import config, rules
 from core.param import Box, Source, Spec, box_shape
@@ -835,6 +835,26 @@ def test_an_export_replaces_an_earlier_one_with_other_shards(published, tmp_path
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(logits(again), logits(of_transformers(case)))
         assert os.path.exists(f"{folder}/model.safetensors.index.json") == (shard_bytes < 10**9)
+
+
+def test_a_killed_export_leaves_the_earlier_weights_or_none(published, tmp_path):
+    """And not files of both, which have the same names."""
+    llama = loaded(published("llama"))
+    specs, first = specs_of(llama), weights_of(llama)
+    sources = [first, lambda spec, box: 2 * first(spec, box)]
+    for after in count():
+        folder = str(tmp_path / str(after))
+        write, rewrite = (partial(huggingface.export, folder, llama.config, specs, source, "fp32", shard_bytes=30000)
+                          for source in sources)
+        write()
+        killed, found = is_killed(rewrite, folder, after), None
+        with contextlib.suppress(ValueError):
+            found = weights_of(loaded(folder))
+        if not killed:
+            break
+        assert found is None or all(torch.equal(found(spec, ...), first(spec, ...)) for spec in specs)
+    assert all(torch.equal(found(spec, ...), 2 * first(spec, ...)) for spec in specs)
+    assert after > len(os.listdir(folder))
 
 
 def test_a_file_is_as_full_as_it_may_be(published):
