@@ -329,21 +329,28 @@ def test_a_grid_equals_one_process_in_fp8(pool, name, ranks, flags, grid):
     assert abs(loss[0] / truth(flags, "none")[0][0] - 1) > 1e-7, "it multiplied in FP8"
 
 
-def agreed_scales() -> tuple[float, float, float]:
-    """Of numbers that the first rank alone has, and of experts, with the largest weight of this rank's."""
-    group = grids.everyone()
-    mm, x = Fp8(FP8_RECIPES["tensorwise"], torch.float32, (group,)), torch.full((3 * (group.rank == 0), 4), -6.0)
-    _, model, *_ = grids.ready(f"{ONE} {MOE} --ep 2", base=MODEL, fp8="tensorwise")
-    experts = model.blocks["0"].ffn.experts
-    q, _ = experts.mm.quantise_weight((experts.w_down,))
-    return mm.agreed_scale(x, E4M3, mm.amax_groups).item(), q.scales.item(), experts.w_down.abs().max().item()
+def shares_scales_with(flags: str) -> list[int]:
+    """The last of the ranks that agree with this one on the scales of a linear layer's inputs and weights, and of the
+    experts' inputs and weights, as train.py makes them. Rank 0 has no inputs: no token has chosen its experts."""
+    _, model, *_ = grids.ready(f"{ONE} {MOE} {flags}", base=MODEL, fp8="tensorwise")
+    block, rank, found = model.blocks["0"], dist.get_rank(), []
+    for mm in block.attention.out.mm, block.ffn.experts.mm:
+        inputs, weights = torch.full((2 * (rank > 0), 4), -float(rank)), torch.full((2, 4), float(rank))
+        for x, groups in (inputs, mm.amax_groups), (weights, mm.weight_amax_groups):
+            found.append(round(448 * mm.agreed_scale(x, E4M3, groups).item()))
+    return found
 
 
-def test_ranks_agree_to_one_scale_of_experts_and_of_rows_that_not_all_of_them_have(pool):
-    """Those without rows, whose experts no token has chosen, too: the others wait for them."""
-    of_rows, of_experts, largest = zip(*pool.run(2, agreed_scales))
-    assert of_rows == 2 * (pytest.approx(6 / 448),)
-    assert of_experts == 2 * (pytest.approx(max(largest) / 448, rel=1e-6),) and largest[0] != largest[1]
+def test_ranks_that_have_parts_of_a_tensor_agree_on_its_scale(pool):
+    """Inputs are sharded over cp and tp, those of experts over ep, too; weights over tp, those of experts over ep."""
+    pairs, everyone = [1, 1, 3, 3], [3, 3, 3, 3]
+    wanted = {"--dp 2 --tp 2 --ep 4": (pairs, pairs, everyone, everyone),
+              "--cp 2 --tp 2 --ep 2": (everyone, pairs, everyone, pairs),
+              "--dp 2 --cp 2 --ep 2": (pairs, [0, 1, 2, 3], pairs, pairs),
+              "--tp 4 --ep 2 --heads 4": (everyone, everyone, everyone, pairs)}
+    found = grids.for_each(pool, 4, shares_scales_with, [dict(flags=flags) for flags in wanted])
+    for flags, of_ranks in zip(wanted, found, strict=True):
+        assert tuple(map(list, zip(*of_ranks))) == wanted[flags], flags
 
 
 def test_weights_are_quantised_once_a_step():
