@@ -5,7 +5,7 @@ Grids run in fp64, where two ways of adding differ by 1e-16, so that next to no 
 import math
 import os
 from contextlib import closing, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -648,13 +648,23 @@ def test_at_level_3_no_fp8_weights_are_kept():
     assert [steps(f"{ONE} {MOE} --zero {zero}", "tensorwise")["cached"] > 0 for zero in (0, 3)] == [True, False]
 
 
-def test_weight_gradients_are_added_to_fp32_without_being_rounded():
-    x, w, dy = (normal(*shape, seed=seed).bfloat16() for seed, shape in enumerate(((256, 128), (128, 128), (256, 128))))
-    w, total = weight(w), torch.zeros(128, 128)
+@pytest.mark.parametrize("layer", [Column, Row, "experts"])
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_weight_gradients_are_added_to_fp32_without_being_rounded(name, layer):
+    """1 + 2^-8 of the two rows that each expert has: FP8 has both terms, and bf16 neither the sum nor three of it."""
+    rows = torch.tensor([1.0, 2.0 ** -8] * 2).bfloat16()[:, None]
+    x, w = rows.expand(4, 128).clone().requires_grad_(), weight(torch.ones(2, 128, 128).bfloat16())
+    if layer == "experts":
+        route, mm = SimpleNamespace(rows_per_expert=[2, 2]), Fp8Experts(FP8_RECIPES[name], torch.bfloat16)
+        multiply = partial(ep.GroupedLinear.apply, x, w, mm, route, False)
+    else:
+        w = weight(w[0].detach())
+        multiply = partial(layer.apply, x, TensorParallel(), Fp8(FP8_RECIPES[name], torch.bfloat16), layer is Column, w)
+    total = torch.zeros_like(w, dtype=torch.float32)
     w.sink = SimpleNamespace(main_grad=lambda weight: total)
-    mm = Fp8(FP8_RECIPES["blockwise"], torch.bfloat16)
-    Column.apply(x.requires_grad_(), TensorParallel(), mm, True, w).backward(dy)
-    assert (total != total.bfloat16()).float().mean() > 0.9
+    for _ in range(3):
+        multiply().sum().backward()
+    assert total.unique().tolist() == [3 * (1 + 2.0 ** -8) * (1 if layer == "experts" else 2)]
 
 
 def test_text_is_sampled_without_fp8():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from grids import NO_GROUPS
+from reference import Rounding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from watch import Watch
 
@@ -137,10 +138,9 @@ def test_a_packed_batch_equals_separate_documents():
     assert (llama(packed) - apart).abs().max() > 0.1  # without the mask documents do see each other
 
 
-@pytest.mark.parametrize("more", [" --q-lora-rank 20", " --q-lora-rank 0",
-                                  " --rope-type yarn --rope-scaling 4 --original-seq-len 50 --rope-mscale 0.7"])
-def test_plain_latent_attention_computes_and_caches_what_the_layer_does(more):
-    llama, seen, cache = filled(architecture(SMALL + LATENT + more)), [], KVCache()
+def latents_of_a_layer(flags: str, dtype: torch.dtype) -> tuple:
+    """(inputs, results and cached numbers of a layer of latent attention in a model; its weights, its settings)"""
+    llama, seen, cache = filled(architecture(f"{SMALL}{LATENT} {flags}"), dtype), [], KVCache()
     attention = llama.blocks["1"].attention
     attention.register_forward_hook(lambda module, given, y: seen.append((given[0], y)))
     weights = {p.spec.name.removeprefix("layers.1.attention."): p.detach() for p in attention.parameters()}
@@ -148,9 +148,30 @@ def test_plain_latent_attention_computes_and_caches_what_the_layer_does(more):
     with torch.no_grad():
         llama(torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(0)), cache=cache)
     (x, y), = seen
-    plain, cached = latent_attention(x, weights, llama.config)
+    return x, y, torch.cat(cache.layers[1], -1)[0, :, 0], weights, llama.config
+
+
+@pytest.mark.parametrize("more", [" --q-lora-rank 20", " --q-lora-rank 0",
+                                  " --rope-type yarn --rope-scaling 4 --original-seq-len 50 --rope-mscale 0.7"])
+def test_plain_latent_attention_computes_and_caches_what_the_layer_does(more):
+    x, y, cached, weights, model = latents_of_a_layer(more, torch.float64)
+    plain, plain_cached = latent_attention(x, weights, model)
     assert y.abs().max() > 0.1 and (plain - y).abs().max() < 1e-12
-    assert (cached - torch.cat(cache.layers[1], -1)[0, :, 0]).abs().max() < 1e-12
+    assert (plain_cached - cached).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_latents_in_16_bits_are_rounded_where_they_are_stored(dtype):
+    """Cached is the plain version's in fp64, rounded after each matmul, and once more after norm and rotation, but for
+    ties that fp32 sums decide. Results err as much as the plain version's so rounded, to a tenth and 3 / sqrt(n)."""
+    x, y, cached, weights, model = latents_of_a_layer("", dtype)
+    given = x.double(), {name: weight.double() for name, weight in weights.items()}, model
+    exact, _ = latent_attention(*given)
+    with Rounding(dtype):
+        rounded, latents = latent_attention(*given)
+    assert (cached == latents.to(dtype)).double().mean() > 0.97
+    limit = 1.1 * (1 + 3 / y.numel()**0.5)
+    assert (y - exact).norm() < limit * (rounded - exact).norm()
 
 
 @pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",

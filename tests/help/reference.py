@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+SCORES = "bqkgd,bpkd->bkgqp"  # einsum of queries and keys
 
 
 def frequency(pair: int, d: int, model, length: int) -> float:
@@ -161,7 +164,7 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
         q, k, v = (latent_qkv if model.kv_lora_rank else grouped_qkv)(h, a, model, positions, rotated)
         shared = model.heads // model.kv_heads
         q = q.unflatten(2, (model.kv_heads, shared))  # query head n reads kv head n // shared
-        scores = torch.einsum("bqkgd,bpkd->bkgqp", q, k) / model.head_dim ** 0.5
+        scores = torch.einsum(SCORES, q, k) / model.head_dim ** 0.5
         if model.rope_mscale:
             scores = scores * (1 + model.rope_mscale * math.log(model.rope_scaling) / 10) ** 2
         every = model.full_attention_every
@@ -277,3 +280,44 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
     for what, theirs in (("m", "exp_avg"), ("v", "exp_avg_sq")):
         out[what] = {name: state[p][theirs] for name, p in w.items() if theirs in state.get(p, ())}
     return out
+
+
+# ---- what 16 bits do to it ------------------------------------------------------------------------------------------
+
+class Rounded(torch.autograd.Function):
+    """x as `dtype` has it, and its gradient, times `scale`, as `dtype` has that."""
+
+    @staticmethod
+    def forward(ctx, x, dtype, scale):
+        ctx.dtype, ctx.scale = dtype, scale
+        return x.to(dtype).to(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (ctx.scale * grad).to(ctx.dtype).to(grad) / ctx.scale, None, None
+
+
+class Rounding(TorchFunctionMode):
+    """Within this context the fp64 of this file errs as a run in 16 bits does, and no more.
+
+    Rounded is what such a run stores: factors and results of matmuls, the residual stream, and the gradients of all
+    these. Not rounded is what it computes in fp32 between two of them: norms, rotations, scores, SwiGLU, losses.
+    scale: the loss scale, with which gradients are rounded.
+    """
+
+    def __init__(self, dtype: torch.dtype, scale: float = 1.0):
+        super().__init__()
+        self.dtype, self.scale = dtype, scale
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def rounded(x):
+            is_real = isinstance(x, torch.Tensor) and x.is_floating_point()
+            return Rounded.apply(x, self.dtype, self.scale) if is_real else x
+
+        name = function.__name__.strip("_")
+        if name not in ("matmul", "einsum"):
+            out = function(*args, **kwargs or {})
+            is_stream = name == "add" and out.ndim == 3
+            return rounded(out) if is_stream else out
+        out = function(*map(rounded, args), **kwargs or {})
+        return out if args[0] in (SCORES, "ind,jnd->nij") else rounded(out)  # of mla.latent_attention, too
