@@ -219,6 +219,34 @@ def test_the_fused_cross_entropy_is_the_plain_one(chunk):
             [numbers(11, 4), numbers(37, 4, seed=1)])
 
 
+@pytest.mark.parametrize("compute, dtype", [(kernels.cross_entropy_, torch.float16),
+                                            (kernels.cross_entropy_reference_, torch.float16),
+                                            (kernels.cross_entropy_reference_, torch.bfloat16)])
+def test_a_fused_loss_in_16_bits_rounds_the_gradients_of_logits_and_nothing_else(monkeypatch, compute, dtype):
+    """16 bits have these logits, multiples of 1/16 up to 8. So the loss is off by sums in fp32; the products of dz by
+    half a unit in the last place, u, of each of their terms, and by another one of the result."""
+    monkeypatch.setattr(kernels, "cross_entropy_", compute)
+    generator, u = torch.Generator().manual_seed(0), torch.finfo(dtype).eps / 2
+    given = [torch.randint(-4, 5, shape, generator=generator).to(DEVICE) / 4 for shape in ((60, 8), (37, 8))]
+    labels, loss_grad = some_labels(60, 37), torch.tensor(64.0, device=DEVICE)
+    x, weight = leaves(*given, dtype=dtype)
+    total = torch.zeros(37, 8, device=DEVICE)
+    weight.sink = SimpleNamespace(main_grad=lambda weight: total)
+    loss = kernels.linear_cross_entropy(x, weight, labels, loss_grad=loss_grad)
+    (loss * loss_grad).backward()
+
+    wide, matrix = leaves(*given, dtype=torch.float64)
+    logits = wide @ matrix.t()
+    logits.retain_grad()
+    want = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    (64 * want).backward()
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(want.item(), rel=2.0 ** -20)
+    dz = logits.grad.abs()
+    for found, exact, terms in ((x.grad, wide.grad, dz @ matrix.abs()), (total, matrix.grad, dz.t() @ wide.abs())):
+        assert ((found - exact).abs() <= u * (terms + exact.abs()) + 2.0 ** -16).all()
+        assert (found != exact).any()
+
+
 def test_beside_a_chunk_of_logits_nothing_is_as_large_as_the_weight():
     """With a main gradient, as in training: at 16k tokens and 128k words 0.05 of what torch takes for both passes."""
     T, H, V, chunk = 64, 32, 512, 16

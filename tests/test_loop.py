@@ -1,6 +1,7 @@
 """The loop of train.py: what it reads, at which rate it steps, and what its metrics say, after every step."""
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 import runs
+import sharding
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -104,13 +106,48 @@ def test_a_run_is_what_torchs_own_parts_make_of_the_same_samples(corpora):
     assert [numbers for seed, numbers in read if seed is None] == 3 * [[i, i + 1] for i in range(0, 8, 2)]
 
 
-def test_losses_of_bf16_micro_batches_are_summed_in_fp32(corpora):
-    flags = f"{MODEL} --data {corpora}/train.npy --dtype bf16 --global-batch 40 --micro-batch 1"
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_losses_of_micro_batches_in_16_bits_are_summed_in_fp32(corpora, dtype):
+    flags = f"{MODEL} --data {corpora}/train.npy --dtype {dtype} --global-batch 40 --micro-batch 1"
     _, groups, model, pipeline, optimizer, share = runs.first_step(flags)
     with torch.no_grad():
         losses = [model(batch.tokens, labels=batch.labels).item() for batch in share]
     loss = train.forward_backward(model, pipeline, optimizer, share, groups)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(sum(losses) / (40 * 12), rel=1e-6)
+
+
+# What is between two steps, one thing at a time, since the first that waits for the weights waits for all of them.
+BETWEEN = {"check": "--check-replicas 1", "evaluate": "--val-data {}/text --eval-every 1 --eval-steps 1",
+           "save": "--save-every 1 --checkpoint-dir {}/saved", "sample": "--sample-prompt abc"}
+
+
+def run_late(flags: str, late: bool) -> str:
+    with sharding.late_collectives() if late else nullcontext():
+        return runs.run(flags)
+
+
+@pytest.mark.parametrize("level, dtype", [(1, "fp32"), (2, "bf16")])
+def test_between_steps_weights_are_whole_before_they_are_read(pool, tmp_path, level, dtype):
+    """Levels 1 and 2 of ZeRO gather the updated weights while something else may begin. That must find what it finds
+    if nothing is under way, and so must the losses and the gradients' noise in the metrics."""
+    (tmp_path / "text").write_text("all the world's a stage, " * 40)
+    flags = (f"{grids.TINY} --layers 1 --data {tmp_path}/text --steps 2 --global-batch 4 --lr 0.01 --warmup 1 "
+             f"--zero {level} --dtype {dtype} --sample-prompt=")
+    cases = {name: more.format(tmp_path) for name, more in BETWEEN.items()}
+    cases["all"] = " ".join(cases.values()).replace("saved", "all")
+    printed = grids.for_each(pool, 2, run_late, [
+        dict(flags=f"{flags} {more} --metrics {tmp_path}/{name}.jsonl", late=name != "all")
+        for name, more in cases.items()])
+    texts = dict(zip(cases, ("\n".join(said.splitlines()[-2:]) for said, _ in printed), strict=True))
+    records = {name: runs.metrics(tmp_path / f"{name}.jsonl") for name in cases}
+    for name in BETWEEN:
+        for found, want in zip(records[name], records["all"], strict=True):
+            same = [key for key in ("loss", "grad_norm", "noise_trace", "val_loss") if key in found]
+            assert {key: found[key] for key in same} == {key: want[key] for key in same} and len(same) >= 3
+    assert "val_loss" in records["evaluate"][0] and "check_replicas_s" in records["check"][0]
+    assert texts["sample"] == texts["all"] and len(texts["all"]) > 16
+    saved, want = (runs.tensors(tmp_path / folder / "step-000002") for folder in ("saved", "all"))
+    assert saved.keys() == want.keys() and all(torch.equal(saved[name], want[name]) for name in want)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import grids
@@ -14,6 +16,7 @@ from core import collectives
 from core.collectives import Pending
 from core.param import DTYPES, Spec, parameter
 from run import job
+from run.faults import INTEGERS
 from run.meter import Meter
 
 # Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
@@ -90,12 +93,17 @@ def held(flags: str, dtype: torch.dtype) -> dict:
     return dict(rest=rest, peak=meter.peak, padded=[bucket.numel for bucket in optimizer.buckets])
 
 
-def delayed(flags: str) -> dict:
-    """The steps of a grid when every asynchronous collective delivers its result only once it is waited for, and finds
-    its inputs as they were when it was started.
+@contextmanager
+def late_collectives() -> Iterator[None]:
+    """Within this context every asynchronous collective delivers its result only once it is waited for, and finds its
+    inputs as they were when it was started. Until then its result is NaN, another NaN on each rank.
 
     gloo is so fast here that a result is nearly always there before anybody waits, which hides a wait that is missing.
     """
+    def spoil(out: torch.Tensor) -> None:
+        out.fill_(torch.nan if out.is_floating_point() else 1)
+        out.view(INTEGERS[out.element_size()]).add_(dist.get_rank())
+
     class Late(collectives.Pending):
         def __init__(self, work, *tensors, call=None):
             super().__init__(work, *tensors, call=call)
@@ -107,10 +115,14 @@ def delayed(flags: str) -> dict:
                     one.wait()
                 self.works = []  # gloo's sends and receives can be waited for once
                 out, *inputs = tensors
-                self.inputs = [(x, x.clone()) for x in inputs
+                given = [(x, x.clone()) for x in inputs]
+                self.inputs = [(x, was) for x, was in given
                                if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()]
                 self.late = out, out.clone()
-                out.fill_(torch.nan if out.is_floating_point() else 1)
+                spoil(out)
+                if call.operation == "all_gather":
+                    for x, was in given:  # a rank has its own part, if this is where it will be
+                        x.copy_(was)
 
         def check_inputs(self):
             assert all(torch.equal(x, was) for x, was in self.inputs), "an input of a collective that is under way"
@@ -134,10 +146,16 @@ def delayed(flags: str) -> dict:
         hidden = torch.empty_like(x)
         pending = collectives.receive(hidden, peer, group)
         pending.late = x, hidden
-        x.fill_(torch.nan)
+        spoil(x)
         return pending
 
     with patch.object(collectives, "Pending", Late), patch.object(pp, "receive", receive):
+        yield
+
+
+def delayed(flags: str) -> dict:
+    """The steps of a grid whose collectives are late."""
+    with late_collectives():
         return grids.run(flags)
 
 
