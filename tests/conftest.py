@@ -50,8 +50,8 @@ def kernels_run():
 def pytest_configure(config):
     if " " in ROOT:
         pytest.exit(f"{ROOT}: tests split command lines at spaces, clone into a folder whose path has none", 2)
-    if hasattr(config, "workerinput"):  # one of several processes, which will need its server
-        program.start_server()
+    if hasattr(config, "workerinput"):  # one of several processes, which will need its servers
+        program.start_servers()
 
 
 def pytest_addoption(parser):

@@ -250,6 +250,19 @@ def test_one_flipped_bit_is_found_with_its_tensor_and_rank(pool, ranks, flags, w
         pool.run(ranks, compare_after_a_flip, flags=flags, rank=rank, what=what)
 
 
+def compare_and_hash(flags: str) -> int:
+    """Calls check_replicas, and returns what Python on this rank makes of a string."""
+    _, groups, model, _, optimizer, _ = runs.first_step(f"{SMALL} {flags}")
+    faults.check_replicas(optimizer, model.routers, groups)
+    return hash("an axis")
+
+
+def test_replicas_are_compared_in_one_order_by_ranks_that_hash_strings_differently(pool):
+    """Else each rank would wait for another one, along another axis."""
+    hashes = pool.run(4, compare_and_hash, timeout=30, flags="--zero 1 --dp-replicate 2 --dtype fp32")
+    assert hashes[0] == hashes[3] != hashes[1] == hashes[2]
+
+
 def test_ranks_that_were_started_differently_do_not_begin(pool):
     for rank, also, line in ((2, "--lr 0.1", "settings: rank 2 has different values from 0, 1"),
                              (0, f"--data {ROOT}/pp.py", "data: rank 0 has different values from 1, 2")):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import passages
-from program import ROOT, ends, forks
+from program import ROOT, SECOND_ADDRESS, ends, forks, second_server
 
 LIMIT_S = 60  # a bug that makes its test hang is found, too
 
@@ -47,7 +47,8 @@ def run_with(folder: Path, file: str, source: str, test: str) -> tuple[str, str]
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     (copy / file).write_text(source)
 
-    process = forks().Process(target=run, args=(str(copy), str(printed), test))
+    second_server().ensure_running()
+    process = forks().Process(target=run, args=(str(copy), str(printed), test, os.environ[SECOND_ADDRESS]))
     process.start()
     ended, text = ends(process, LIMIT_S), printed.read_text() if printed.exists() else ""
     if not ended:
@@ -55,7 +56,7 @@ def run_with(folder: Path, file: str, source: str, test: str) -> tuple[str, str]
     return ("failed" if "1 failed" in text else "passed" if "1 passed" in text else "no such test"), text
 
 
-def run(folder: str, printed: str, test: str) -> None:
+def run(folder: str, printed: str, test: str, second_address: str) -> None:
     """In the forked process: the test, with everything it prints in a file. Exits with pytest's code."""
     os.setsid()
     os.chdir(folder)
@@ -64,6 +65,7 @@ def run(folder: str, printed: str, test: str) -> None:
     os.dup2(descriptor, 2)
     sys.path[:] = [path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests", ROOT / "tests" / "help")]
     os.environ.pop("PYTHONPATH", None)
+    os.environ[SECOND_ADDRESS] = second_address
     del sys.modules["program"], sys.modules["passages"]
     import pytest
     sys.exit(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", test])))

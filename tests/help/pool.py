@@ -1,6 +1,6 @@
 """Eight processes that stay alive for the whole test session and run any function as the ranks of a fresh world.
 
-Starting processes costs seconds, so it is done once (a fork server that has torch loaded makes eight in one second); a
+Starting processes costs seconds, so it is done once (fork servers that have torch loaded make eight in one second); a
 world costs a tenth of a second, so every job gets its own: `run(4, grids.train, ...)` initialises a default process
 group over ranks 0..3, exactly as torchrun would, calls `grids.train(...)` on each, and returns their results.
 """
@@ -8,9 +8,11 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 import torch.distributed as dist
-from program import forks
+from program import end_with_parent, start, start_servers
 
 RANKS = 8
 
@@ -31,6 +33,8 @@ def slow(*cases) -> list:
 
 def work(number: int, port: int, stacks_of: str, connection) -> None:
     """A worker: jobs in, (ok, result) out, until None comes."""
+    os.environ.pop("PYTHONHASHSEED", None)  # of the server: what a rank starts is as users start it
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     ForkingPickler.register(torch.Tensor, by_value)
     stacks = open(stacks_of, "w")
@@ -66,15 +70,15 @@ class Pool:
         self.jobs = 0
         self.folder = tempfile.TemporaryDirectory()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.context = forks()
+        start_servers()
         self.workers = [self.start(number) for number in range(ranks)]
 
     def start(self, number: int) -> tuple:
-        here, there = self.context.Pipe()
+        """Start a worker. Strings have other hashes on half of the ranks: on one of any two neighbours of a grid, so
+        that ranks whose order of collectives depends on them wait for one another in a circle."""
+        here, there = multiprocessing.Pipe()
         arguments = number, self.store.port, self.stacks_of(number), there
-        process = self.context.Process(target=work, args=arguments, daemon=True)
-        process.start()
-        return process, here
+        return start(work, arguments, second=number.bit_count() % 2 == 1), here
 
     def stacks_of(self, number: int) -> str:
         return os.path.join(self.folder.name, f"stacks{number}")

@@ -2,6 +2,9 @@
 
 Starting Python and importing torch takes two or three seconds of a core, a fork some hundredths. This file imports
 nothing of the project, so that the server has none of it loaded either.
+
+There are two servers, because all processes that are forked from one hash strings alike: of ranks that users start each
+has a set of names in another order.
 """
 import multiprocessing
 import os
@@ -10,8 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent.parent
 PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.optim", "torch.distributed.pipelining",
@@ -24,13 +30,57 @@ def forks() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, PYTHONHASHSEED=HASH_SEEDS[0]):
+        forkserver.ensure_running()
     return context
 
 
-def start_server() -> None:
-    """Loads torch while this process does other things."""
+# Of the two servers: by these seeds 81 of 91 pairs of names of axes (core/groups.py) are in opposite orders in a set.
+HASH_SEEDS = "47", "51"
+SECOND_ADDRESS = "PENTERACT_TESTS_SECOND_SERVER"  # where processes that are forked find the second server
+
+
+class SecondServer(forkserver.ForkServer):
+    """A fork server beside that of multiprocessing."""
+
+    def ensure_running(self) -> None:
+        if SECOND_ADDRESS not in os.environ:
+            with patch.dict(os.environ, PYTHONHASHSEED=HASH_SEEDS[1]):
+                super().ensure_running()
+            os.environ[SECOND_ADDRESS] = self._forkserver_address
+        elif self._forkserver_address is None:  # it is that of the process that has forked this one
+            self._forkserver_address, self._forkserver_alive_fd = os.environ[SECOND_ADDRESS], os.pipe()[1]
+
+
+@cache
+def second_server() -> SecondServer:
+    server = SecondServer()
+    server.set_forkserver_preload(PRELOADED)
+    return server
+
+
+def start_servers() -> None:
+    """Load torch while this process does other things, on both servers at the same time."""
+    second_server().ensure_running()
     forks()
-    forkserver.ensure_running()
+
+
+def start(function: Callable, arguments: tuple, second: bool) -> multiprocessing.Process:
+    """Start a process that calls the function. second: fork it from the second server."""
+    if not second:
+        process = forks().Process(target=function, args=arguments, daemon=True)
+        process.start()
+        return process
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments, daemon=True)
+    with patch.object(forkserver, "connect_to_new_process", second_server().connect_to_new_process):
+        process.start()
+    return process
+
+
+def end_with_parent() -> None:
+    """A process that was forked from the second server is not in the process group of the one that started it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def python(*arguments: str, timeout: float = 300, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
@@ -61,6 +111,7 @@ def run(words: list[str], folder: str, env: dict[str, str], root: Path = ROOT) -
     """In the forked process. Exits as the program does. folder: for what it prints."""
     os.setsid()
     os.chdir(root)
+    os.environ.pop("PYTHONHASHSEED", None)  # of the server: what this program starts is as users start it
     os.environ.update(env)
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)
