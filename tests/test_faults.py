@@ -122,8 +122,9 @@ def test_a_time_limit_is_in_minutes_and_gives_way_to_an_earlier_request(monkeypa
     monkeypatch.setattr(faults.time, "monotonic", lambda: clock[0])
     stop, asked = faults.Stop(time_limit_min=2.0), faults.Stop(time_limit_min=2.0)
     asked.on_signal(signal.SIGTERM)
-    for clock[0] in 1000.0 + 119, 1000.0 + 121:
-        assert stop.wanted() == (clock[0] > 1120) and asked.wanted()
+    for now in 1000.0 + 119, 1000.0 + 121:
+        clock[0] = now
+        assert stop.wanted() == (now > 1120) and asked.wanted()
     assert (stop.reason, asked.reason) == ("--time-limit", "SIGTERM")
 
 

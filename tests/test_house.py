@@ -152,9 +152,23 @@ def test_functions_are_short():
     assert {function: lines for function, lines in long.items() if lines > 60} == {}
 
 
+@cache
+def paths() -> list[Path]:
+    """Every file of the project, and of its tests."""
+    return [path for folder in (".", *FOLDERS, "tests", "tests/help") for path in (ROOT / folder).glob("*.py")]
+
+
+def test_loops_assign_to_names():
+    """A reader overlooks that `for self.x in ...` changes an object."""
+    loops = [(path, node.target) for path in paths() for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.For | ast.comprehension)]
+    others = [f"{path.relative_to(ROOT)}:{target.lineno}" for path, target in loops
+              if any(isinstance(part, ast.Attribute | ast.Subscript) for part in ast.walk(target))]
+    assert others == [] and len(loops) > 1000
+
+
 def test_lines_are_at_most_120_columns():
-    wide = {f"{path.relative_to(ROOT)}:{number}" for folder in (".", *FOLDERS, "tests", "tests/help")
-            for path in (ROOT / folder).glob("*.py")
+    wide = {f"{path.relative_to(ROOT)}:{number}" for path in paths()
             for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120}
     assert wide == set()
 

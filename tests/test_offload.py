@@ -98,7 +98,7 @@ def events(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [f"bf16 --moments-dtype bf16 --fp8 blockwise {pairs.WIDE.format(64)}", "fp32",
-                                   "bf16 --optimizer muon"], ids=["bf16 moments, fp8", "fp32", "muon"])
+                                   "fp16 --optimizer muon"], ids=["bf16 moments, fp8", "fp32", "fp16, muon"])
 def test_offloading_changes_no_bit(dtype, request):
     """Whether copies are made at once or as late as can be."""
     flags = f"--recompute full --dtype {dtype}"
