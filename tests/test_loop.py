@@ -138,14 +138,14 @@ def test_between_steps_weights_are_whole_before_they_are_read(pool, tmp_path, le
     printed = grids.for_each(pool, 2, run_late, [
         dict(flags=f"{flags} {more} --metrics {tmp_path}/{name}.jsonl", late=name != "all")
         for name, more in cases.items()])
-    texts = dict(zip(cases, ("\n".join(said.splitlines()[-2:]) for said, _ in printed), strict=True))
+    texts = {name: said.partition("\nabc")[2][:12] for name, (said, _) in zip(cases, printed, strict=True)}
     records = {name: runs.metrics(tmp_path / f"{name}.jsonl") for name in cases}
     for name in BETWEEN:
         for found, want in zip(records[name], records["all"], strict=True):
             same = [key for key in ("loss", "grad_norm", "noise_trace", "val_loss") if key in found]
             assert {key: found[key] for key in same} == {key: want[key] for key in same} and len(same) >= 3
     assert "val_loss" in records["evaluate"][0] and "check_replicas_s" in records["check"][0]
-    assert texts["sample"] == texts["all"] and len(texts["all"]) > 16
+    assert texts["sample"] == texts["all"] != ""
     saved, want = (runs.tensors(tmp_path / folder / "step-000002") for folder in ("saved", "all"))
     assert saved.keys() == want.keys() and all(torch.equal(saved[name], want[name]) for name in want)
 
