@@ -513,10 +513,10 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
         return agree(tried, group)
 
     def read() -> tuple[dict[str, Any], dict[str, Any]]:
-        run = cli.read_run(path)
+        stored, run = open_checkpoint(path)[1].state_dict_metadata, cli.read_run(path)
         for given in filter(None, (run["published"], run["tokenizer"])):
             need(os.path.isdir(given), f"{path}: the run read {given}, and there is no such folder any more")
-        return open_checkpoint(path)[1].state_dict_metadata, run
+        return stored, run
 
     stored, run = together(read)
     model = config.Model(**run["model"])
