@@ -1,22 +1,33 @@
-"""DiLoCo: sites that are far apart train by themselves, and exchange only now and then what they have learned.
+"""DiLoCo: sites that are far apart train by themselves, and only now and then exchange what they have learned.
 
-Two sites, H = 4. s: a step of a site on its own samples. Time runs to the right.
+Two sites, H = 4, F = 2, tau = 1. Time runs to the right. [1] is the first step of each site, on its own samples. A and
+B are the two halves of the layers. AABB on the link is an exchange for all layers, AA for half of them: equal widths
+are equal bytes.
 
-    every step    compute   s  s  s  s  s  s  s  s        gradients cross the slow link after each step: sites wait
-    (dp.py)       link       ▒▒ ▒▒ ▒▒ ▒▒ ▒▒ ▒▒ ▒▒ ▒▒      for it every time
+    every step    compute   [1]    [2]    [3]    [4]    [5]    [6]    [7]    [8]
+    (dp.py)       link         AABB   AABB   AABB   AABB   AABB   AABB   AABB   AABB
 
-    plain         compute   s s s s      s s s s          changes of all weights cross it after every H steps
-                  link             ▒▒▒▒▒        ▒▒▒▒▒
+        Gradients cross the slow link after each step, and the sites wait for them each time.
 
-    fragments     compute   s s    s s    s s    s s      each time those of another half of the layers: the same
-                  link         ▒▒▒    ▒▒▒    ▒▒▒    ▒▒    bytes, and half of the peak
+    plain         compute   [1][2][3][4]    [5][6][7][8]
+                  link                  AABB            AABB
 
-    overlap       compute   s s s s s s s s s s s s       while the site goes on: it waits only if an exchange takes
-                  link          ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒       longer than the next tau steps
+        Sites exchange the changes of all weights after every H steps.
 
-The idea: after an exchange all sites have the same weights. Each takes H steps from there, and ends elsewhere, because
-its samples differ. The change, old weights minus new ones, is treated like a gradient. Its mean over the sites is the
-*outer gradient*. An *outer optimizer* applies it to the old weights:
+    fragments     compute   [1][2]  [3][4]  [5][6]  [7][8]
+                  link            AA      BB      AA      BB
+
+        After every H / F steps, sites exchange the changes of one of F fragments. The bytes per H steps are the same.
+
+    overlap       compute   [1][2][3][4][5][6][7][8]
+                  link         AA    BB    AA    BB
+
+        An exchange starts tau steps before its result is applied, and overlaps with these steps. The sites wait only if
+        it takes longer than they do.
+
+The idea: in the plain version, all sites have the same weights after an exchange. Each takes H steps from there, and
+ends elsewhere, because its samples differ. The change, old weights minus new ones, is treated like a gradient. Its mean
+over the sites is the *outer gradient*. An *outer optimizer* applies it to the old weights:
 
     inner, H times    w = w - update of AdamW, Muon, SGD    each site, by the gradient of its own samples
     outer, once       D = mean over sites of (w_old - w)    the outer gradient
@@ -27,39 +38,49 @@ its samples differ. The change, old weights minus new ones, is treated like a gr
 With H = 1, SGD inside, nu = 1 and mu = 0 this is data parallelism: the mean of the sites' new weights is what a step by
 the mean of their gradients gives.
 
-Symbols: n sites. H steps between two exchanges of a weight (--sync-every). F fragments (--sync-fragments). tau steps
-under an exchange (--sync-overlap). nu, mu: --outer-lr and --outer-momentum. P parameters.
+Symbols: n sites. P parameters. H: each weight is exchanged every H steps (--sync-every). F fragments
+(--sync-fragments): some fragment is exchanged every H / F steps. tau: the steps with which an exchange overlaps
+(--sync-overlap). nu, mu: --outer-lr and --outer-momentum.
 
-Inside a site any grid runs. Its groups (core/groups.py) have ranks of one site only, so the other files do not know of
-sites. A group of the axis "sites" has the ranks with the same coordinates in all sites. They have the same shards of
-the same weights, and nobody else talks across sites.
+Inside a site any grid runs. All groups of ranks (core/groups.py) except "world" and "sites" lie within a site, so the
+other techniques need not know that there are several. Each group of the axis "sites" consists of the ranks with the
+same coordinates in every site. They hold the same shard, and only these groups communicate weights between sites.
 
-    all sites have the same    the weights after the last exchange and their momentum. They are state of the buckets
-                               like the moments of AdamW, so they are sharded, saved and resharded like them.
+    all sites have the same    the weights after the last exchange, and the outer momentum. Both are state of zero.py's
+                               buckets, like AdamW's moments: ZeRO shards them, checkpoints save and reshard them.
     each site has its own      weights, between exchanges; the state of its inner optimizer: moments, the number of
                                updates, the loss scale of fp16; the biases of routers, which balance the loads of the
-                               site's own experts. A site whose gradient is not finite skips the step alone.
+                               site's own experts. A checkpoint holds all of this for every site. (Exports and samples
+                               use the first site's.) If a site's gradient is not finite, only this site skips the step.
 
 Where to read: PlainDiLoCo is the whole idea. Outer is the same over shards, and refines it:
 
-    fragments         An exchange takes some of the layers, so the peak of the link falls.     fragment_of, Fragment
-    16 and 8 bits     Outer gradients are sent in bf16, or in 8 bits with a scale per block.   Mean
-    overlap           An exchange runs under the next tau steps.                               events, Outer
+    fragments    An exchange covers only some of the layers, so each burst on the link is shorter. The    fragment_of,
+                 total is the same. With overlap, a slower link suffices to hide a burst.                 Fragment
+    quantised    Outer gradients are sent in bf16, or in 8 bits with a scale per block.                   Mean
+    overlap      The sites take tau steps while an exchange is in flight.                                 events, Outer
 
-Saves: all but 1/H of the bytes between sites, and with them the wait for the slow link.
-Costs: A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. (Without ZeRO each
-       data parallel rank sends its copy, and so does each replica of --dp-replicate. Level 1 sends one copy.)
-       Memory: two tensors in fp32 like the optimizer's moments, and one as large as the fragment that is being sent.
-       ZeRO levels 1 and 2 gather a fragment's weights inside the site once more, after its exchange.
-       The result is not that of data parallelism: with larger H or more sites, a step may learn less.
+Saves: all but 1/H of the bytes between sites, and most of the time that sites wait for the slow link.
+Costs: Bytes. A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. Mean says what
+       int8 sends. This holds with ZeRO levels 1 to 3. Without ZeRO, each data-parallel rank sends a copy, and with
+       --dp-replicate, each replica does. Tensor and pipeline parallel ranks that hold copies of a weight send each.
+       Memory. The optimizer state grows by two tensors in fp32, as large as the master weights. While a fragment is in
+       flight, a rank holds one more tensor, as large as its part of the fragment: in fp32 or bf16. With int8 it holds
+       the bytes of all n sites. As an exchange starts, there are two such tensors in fp32 for a moment; bf16 and int8
+       need still more at the start and at the end.
+       Gathering. At ZeRO levels 1 and 2, ranks of a site gather weights once more after an exchange: whole buckets,
+       each of which contains a parameter of the fragment. Layers of all fragments may share a bucket, because they are
+       dealt round-robin. So an exchange of one fragment may gather nearly all weights again.
+       Learning. The result is not that of data parallelism: with larger H or more sites, each step may make less
+       progress.
 Stops helping when: the link is idle for most of H steps already; or the sites' weights have drifted so far apart that
-       their mean is no better than each of them.
+       their mean is no better than any one of them.
 
 Easily got wrong:
 - The sign. D is old weights minus new ones, so that the outer optimizer may subtract it like a gradient.
 - Resetting AdamW's moments after an exchange. They stay: the paper's inner optimizers keep their state.
-- Who joins the all-gather. A rank may have nothing of a fragment in its shard. It gathers the others' weights all the
-  same.
+- Who joins ZeRO's all-gather inside the site, after an exchange. A rank whose shard holds nothing of the fragment must
+  still join it.
 
 Douillard et al. 2023 (DiLoCo); Douillard et al. 2025 (Streaming DiLoCo: fragments, overlap, few bits).
 """
@@ -72,14 +93,14 @@ from core.collectives import ALONE, Group, all_gather, all_reduce, run_demo, sen
 from core.config import OUTER_STATE, SYNC_DTYPES, need
 from core.param import Spec
 
-KEPT = 0.5  # how much of a site's own weights stays, if it has trained on while they were exchanged
+KEPT = 0.5  # Streaming DiLoCo's alpha: the share of a site's own weights in the mix, when overlap > 0
 BLOCK = 128  # elements that share a scale, in 8 bits
 
 
 # ---- the plain version: everything at once, after H steps -----------------------------------------------------------
 
 class PlainDiLoCo:
-    """The outer optimizer of a model of which this rank has all weights. A rank is a site.
+    """The outer optimizer for an unsharded model: each rank is a site and holds all weights.
 
         outer = PlainDiLoCo(model.parameters(), group, lr=0.7, momentum=0.9)
         for step in range(1, steps + 1):
@@ -98,7 +119,7 @@ class PlainDiLoCo:
     @torch.no_grad()
     def step(self) -> None:
         for param, old, m in zip(self.params, self.old, self.m):
-            grad = old - param  # as a gradient points: against the way that this site has gone
+            grad = old - param  # old minus new, so that subtracting it moves the way this site moved
             all_reduce(grad, self.group)
             nesterov(old, m, grad / self.group.size, self.lr, self.momentum)
             param.copy_(old)
@@ -113,11 +134,11 @@ def nesterov(weight: Tensor, m: Tensor, grad: Tensor, lr: float, momentum: float
 # ---- fragments: some of the layers at a time ------------------------------------------------------------------------
 
 def fragment_of(spec: Spec, fragments: int) -> int:
-    """Return the number of the fragment that a parameter is in. It does not depend on the grid.
+    """Return the index of the parameter's fragment. It does not depend on the grid.
 
-    Layers take turns, so that each pipeline stage has layers of every fragment. The embedding is in the first fragment,
-    the head and the last norm are in the last one. So fragments have about equal sizes if F divides the number of
-    layers and the vocabulary is small.
+    Layers are dealt round-robin, so a pipeline stage with at least F consecutive layers has layers of every fragment.
+    The embedding is in the first fragment. The head and the last norm are in the last one. So fragments have about
+    equal sizes if F divides the number of layers and the vocabulary is small.
     """
     kind, *rest = spec.name.split(".")
     if kind == "layers":
@@ -125,11 +146,16 @@ def fragment_of(spec: Spec, fragments: int) -> int:
     return 0 if kind == "embedding" else fragments - 1
 
 
-class Fragment:
-    """What this rank has of one fragment: slices of its shards.
+# A bucket (ShardedBucket in zero.py) is a flat concatenation of parameters. `offset` counts in the whole bucket;
+# `shard` is this rank's range of it; `master` and every tensor of `state` cover that range only. update_weights()
+# copies `master` into this rank's shard of the weights. At levels 1 and 2 it also starts an all-gather of the whole
+# weights, `unsharding`.
 
-    buckets: those with a parameter of the fragment, also where the shard of this rank has nothing of it.
-    slices: (bucket, start, stop) of the flat tensors of its shard. One slice may span neighbouring parameters.
+class Fragment:
+    """What this rank holds of one fragment: slices of its shards.
+
+    buckets: every bucket with a parameter of the fragment, even if this rank's shard holds none of it.
+    slices: (bucket, start, stop), places in the flat tensors of the shard. One slice may span neighbouring parameters.
     """
 
     def __init__(self, number: int, fragments: int, buckets: Sequence):
@@ -142,29 +168,35 @@ class Fragment:
                 self.add(bucket, bucket.offset[param], bucket.offset[param] + param.numel())
 
     def add(self, bucket, start: int, stop: int) -> None:
-        """Add elements start..stop of a bucket, as far as they are in the shard."""
+        """Add elements start..stop of the bucket, as far as they lie in this rank's shard."""
         length = len(bucket.master)
+        # From places in the bucket to places in the shard.
         start, stop = (min(max(place - bucket.shard.start, 0), length) for place in (start, stop))
         if start == stop:
             return
         if self.slices and self.slices[-1][0] is bucket and self.slices[-1][2] == start:
-            start = self.slices.pop()[1]
+            start = self.slices.pop()[1]  # adjoins the previous slice: merge
         self.slices.append((bucket, start, stop))
 
     def views(self, what: str) -> list[Tensor]:
-        """Return the slices of one tensor of the optimizer state."""
+        """Return the slices of one tensor of the buckets' state, such as "master", as views."""
         return [bucket.state[what][start:stop] for bucket, start, stop in self.slices]
 
 
-# ---- 16 and 8 bits: what is sent ------------------------------------------------------------------------------------
+# ---- quantised outer gradients --------------------------------------------------------------------------------------
 
 class Mean:
-    """The mean of a flat tensor over the sites, while it is computed. The constructor starts, `wait` returns it.
+    """The mean of a flat tensor x over the sites, in flight: a handle, like Pending (core/collectives.py).
 
-    dtype: "fp32": as it is, in fp32 or fp64. "bf16": sent and summed in bf16, as gradients with --reduce-dtype.
-        "int8": each site sends to every other one 8 bits per element and a scale in fp32 per BLOCK elements, and sums
-        what it receives in fp32. Sums of 8 bits would not fit into 8 bits. So a site sends (n-1) P (1 + 4 / BLOCK)
-        bytes: fewer than in bf16 with less than 4 sites, and fewer than in fp32 with less than 8.
+    The constructor starts the exchange. `wait` returns the mean, in the dtype of x.
+
+    dtype: how x is sent.
+        "fp32": as it is, in fp32 or fp64. x is overwritten.
+        "bf16": sent and summed in bf16, like gradients with --reduce-dtype bf16.
+        "int8": each site sends every other site 8 bits per element and a scale in fp32 per BLOCK elements, and sums
+            what it receives in fp32, because sums of 8-bit numbers would not fit into 8 bits. So a site sends
+            (n-1) P (1 + 4 / BLOCK) bytes. That is fewer bytes than in bf16 with fewer than 4 sites, and fewer than in
+            fp32 with fewer than 8.
     """
 
     def __init__(self, x: Tensor, group: Group, dtype: str):
@@ -187,13 +219,13 @@ def to_bytes(x: Tensor) -> Tensor:
     """Return fp32 numbers [N] as uint8: one byte per element of the padded blocks, then the bytes of their scales."""
     blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / 127
-    divisors = scales.clamp(min=torch.finfo(x.dtype).tiny)  # in a block of zeros 0 is divided by it
+    divisors = scales.clamp(min=torch.finfo(x.dtype).tiny)  # avoids 0 / 0 in a block of zeros
     numbers = (blocks / divisors).round().to(torch.int8)
     return torch.cat((numbers.flatten().view(torch.uint8), scales.flatten().view(torch.uint8)))
 
 
 def from_bytes(data: Tensor, numel: int) -> Tensor:
-    """Return the numbers [numel] that to_bytes has rounded, in fp32."""
+    """Return the numbers [numel], in fp32, from what to_bytes returned for them."""
     blocks = -(-numel // BLOCK)
     numbers, scales = data.split((blocks * BLOCK, blocks * 4))
     return (numbers.view(torch.int8).view(-1, BLOCK) * scales.view(torch.float32)[:, None]).flatten()[:numel]
@@ -204,28 +236,32 @@ def from_bytes(data: Tensor, numel: int) -> Tensor:
 def events(done: int, every: int, fragments: int, overlap: int) -> tuple[int | None, int | None]:
     """Return (fragment whose exchange starts, fragment whose exchange is finished) after `done` inner steps.
 
-    An exchange is finished every H / F steps, and starts tau steps before. tau < H / F, so at most one is under way,
-    and none after the last one that a multiple of H / F finishes: runs are saved there.
+    An exchange finishes every H / F steps, and starts tau steps earlier. tau < H / F, so at most one is in flight. No
+    exchange is in flight when `done` is a multiple of H / F; checkpoints are saved only at such steps.
     """
     period = every // fragments
-    starting, finished = (done + overlap) // period - 1, done // period - 1  # numbers, from 0 on, since the beginning
+    # Each is the ordinal of an exchange, counting from 0 at the start of training.
+    starting, finished = (done + overlap) // period - 1, done // period - 1
     return (starting % fragments if (done + overlap) % period == 0 else None,
             finished % fragments if done % period == 0 else None)
 
 
 class Outer:
-    """The outer optimizer of zero.py's buckets: PlainDiLoCo over shards, in fragments, overlapped, in few bits.
+    """The outer optimizer for zero.py's buckets: PlainDiLoCo over shards, with fragments, overlap and quantisation.
 
         outer = Outer(optimizer.buckets, groups["sites"], every=100)
-        optimizer.load(source), optimizer.load(source, "outer")     # the first weights are also those of an exchange
+        optimizer.load(source)              # optimizer: a zero.Optimizer. source: initial weights (core/param.py)
+        optimizer.load(source, "outer")     # without this, the old weights would be 0, and the outer gradient -w
         ... step number `done` of the inner optimizer ...
         outer.step(done)
 
-    It adds two tensors to the state of each bucket: "outer", the weights after the last exchange, and "outer_m", their
-    momentum. So zero.py shards them, and checkpoints save and reshard them.
+    Outer adds two tensors to the state of each bucket: "outer", the weights after the last exchange, and "outer_m", the
+    outer momentum. So zero.py shards both tensors, and checkpoints save and reshard both.
 
-    If a site has trained on while a fragment was exchanged (overlap > 0), it has weights w that the others have not
-    seen. It takes KEPT w + (1 - KEPT) w_old. The next outer gradient contains what is left of these steps.
+    With overlap > 0, a site has taken tau steps since the exchange of a fragment started, so its weights w contain
+    changes that the outer gradient did not. When the exchange finishes, the site sets w to KEPT w + (1 - KEPT) w_old,
+    with the new w_old. So w still deviates from w_old: the site's next outer gradient of the fragment contains
+    KEPT (w_old - w), with the w before the mix, in addition to the steps that follow.
     """
 
     def __init__(self, buckets: Sequence, group: Group, *, every: int, lr: float = 0.7, momentum: float = 0.9,
@@ -243,7 +279,7 @@ class Outer:
         self.under_way: Mean | None = None
 
     def step(self, done: int) -> None:
-        """Start or finish exchanges, if it is time to. done: inner steps since the beginning, this one included."""
+        """Start or finish an exchange if one is due. done: inner steps since the start of training, with this one."""
         starts, finishes = events(done, self.every, len(self.fragments), self.overlap)
         if starts is not None:
             self.start(self.fragments[starts])
@@ -251,15 +287,19 @@ class Outer:
             self.finish(self.fragments[finishes])
 
     def start(self, fragment: Fragment) -> None:
-        """Start to send the outer gradient of a fragment. A rank that has nothing of it has no peer that has."""
+        """Start to send the outer gradient of a fragment.
+
+        A rank holding nothing of the fragment skips the exchange; so do its peers in the other sites, which hold the
+        same shard.
+        """
         if fragment.slices:
             pairs = zip(fragment.views("outer"), fragment.views("master"))
             self.under_way = Mean(torch.cat([old - new for old, new in pairs]), self.group, self.dtype)
 
     def finish(self, fragment: Fragment) -> None:
-        """Wait for the outer gradient, and let the outer optimizer apply it."""
+        """Wait for the outer gradient, and apply it. All ranks call this: update_weights starts collectives."""
         for bucket in fragment.buckets:
-            bucket.unsharding.wait()  # an all-gather of the inner step's weights may still read them
+            bucket.unsharding.wait()  # the inner step's all-gather may still be reading master, overwritten below
         if fragment.slices:
             weights, old, m = (fragment.views(what) for what in ("master", *OUTER_STATE))
             grads = self.under_way.wait().split([len(view) for view in old])
@@ -277,7 +317,7 @@ SITES, WIDTH, STEPS = 4, 64, 64
 
 
 def batch(site: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a linear function. Each site sees other directions of the inputs more often."""
+    """Return inputs and targets of a linear function. Each site's inputs are twice as large in other components."""
     generator = torch.Generator().manual_seed(1000 * step + site)
     x = torch.randn(16, WIDTH, generator=generator, dtype=torch.float64)
     x[:, site::SITES] *= 2
