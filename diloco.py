@@ -57,13 +57,14 @@ Where to read: PlainDiLoCo is the whole idea. Outer is the same over shards, and
 
     fragments    An exchange covers only some of the layers, so each burst on the link is shorter. The    fragment_of,
                  total is the same. With overlap, a slower link suffices to hide a burst.                 Fragment
-    quantised    Outer gradients are sent in bf16, or in 8 bits with a scale per block.                   Mean
+    quantised    Outer gradients are sent in bf16, or in 8 bits with a scale per block.                   PendingMean
     overlap      The sites take tau steps while an exchange is in flight.                                 events, Outer
 
 Saves: all but 1/H of the bytes between sites, and most of the time that sites wait for the slow link.
-Costs: Bytes. A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. Mean says what
-       int8 sends. This holds with ZeRO levels 1 to 3. Without ZeRO, each data-parallel rank sends a copy, and with
-       --dp-replicate, each replica does. Tensor and pipeline parallel ranks that hold copies of a weight send each.
+Costs: Bytes. A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. For
+       int8 see PendingMean. This holds with ZeRO levels 1 to 3. Without ZeRO, each data-parallel rank sends a copy, and
+       with --dp-replicate, each replica does. If tensor or pipeline parallel ranks hold copies of a weight, each of
+       them sends it.
        Memory. The optimizer state grows by two tensors in fp32, as large as the master weights. While a fragment is in
        flight, a rank holds one more tensor, as large as its part of the fragment: in fp32 or bf16. With int8 it holds
        the bytes of all n sites. As an exchange starts, there are two such tensors in fp32 for a moment; bf16 and int8
@@ -158,10 +159,10 @@ class Fragment:
     slices: (bucket, start, stop), places in the flat tensors of the shard. One slice may span neighbouring parameters.
     """
 
-    def __init__(self, number: int, fragments: int, buckets: Sequence):
+    def __init__(self, index: int, fragments: int, buckets: Sequence):
         self.buckets, self.slices = [], []
         for bucket in buckets:
-            params = [param for param in bucket.params if fragment_of(param.spec, fragments) == number]
+            params = [param for param in bucket.params if fragment_of(param.spec, fragments) == index]
             if params:
                 self.buckets.append(bucket)
             for param in params:
@@ -185,7 +186,7 @@ class Fragment:
 
 # ---- quantised outer gradients --------------------------------------------------------------------------------------
 
-class Mean:
+class PendingMean:
     """The mean of a flat tensor x over the sites, in flight: a handle, like Pending (core/collectives.py).
 
     The constructor starts the exchange. `wait` returns the mean, in the dtype of x.
@@ -200,7 +201,7 @@ class Mean:
     """
 
     def __init__(self, x: Tensor, group: Group, dtype: str):
-        self.group, self.dtype, self.like = group, dtype, x.new_empty(0)
+        self.group, self.dtype, self.out_dtype = group, dtype, x.dtype
         self.numel = len(x)
         if dtype == "int8":
             own = to_bytes(x)
@@ -212,7 +213,7 @@ class Mean:
         result = self.pending.wait()
         if self.dtype == "int8":
             result = sum(from_bytes(own, self.numel) for own in result.chunk(self.group.size))
-        return result.to(self.like) / self.group.size
+        return result.to(self.out_dtype) / self.group.size
 
 
 def to_bytes(x: Tensor) -> Tensor:
@@ -273,10 +274,10 @@ class Outer:
         for bucket in buckets:
             for what in OUTER_STATE:
                 bucket.state[what] = torch.zeros_like(bucket.master)
-        self.fragments = [Fragment(number, fragments, buckets) for number in range(fragments)]
+        self.fragments = [Fragment(index, fragments, buckets) for index in range(fragments)]
         self.group, self.lr, self.momentum, self.dtype = group, lr, momentum, dtype
         self.every, self.overlap = every, overlap
-        self.under_way: Mean | None = None
+        self.in_flight: PendingMean | None = None
 
     def step(self, done: int) -> None:
         """Start or finish an exchange if one is due. done: inner steps since the start of training, with this one."""
@@ -294,7 +295,7 @@ class Outer:
         """
         if fragment.slices:
             pairs = zip(fragment.views("outer"), fragment.views("master"))
-            self.under_way = Mean(torch.cat([old - new for old, new in pairs]), self.group, self.dtype)
+            self.in_flight = PendingMean(torch.cat([old - new for old, new in pairs]), self.group, self.dtype)
 
     def finish(self, fragment: Fragment) -> None:
         """Wait for the outer gradient, and apply it. All ranks call this: update_weights starts collectives."""
@@ -302,8 +303,8 @@ class Outer:
             bucket.unsharding.wait()  # the inner step's all-gather may still be reading master, overwritten below
         if fragment.slices:
             weights, old, m = (fragment.views(what) for what in ("master", *OUTER_STATE))
-            grads = self.under_way.wait().split([len(view) for view in old])
-            self.under_way = None
+            grads = self.in_flight.wait().split([len(view) for view in old])
+            self.in_flight = None
             for w, w_old, its_m, grad in zip(weights, old, m, grads):
                 nesterov(w_old, its_m, grad, self.lr, self.momentum)
                 w.lerp_(w_old, 1 - KEPT) if self.overlap else w.copy_(w_old)
@@ -362,7 +363,7 @@ def demo(group: Group) -> None:
     x = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
     print(f"\n{len(x):,} normal numbers, sent and received:")
     for dtype, nbytes in ("fp32", x.nbytes), ("bf16", x.nbytes // 2), ("int8", len(to_bytes(x))):
-        error = (Mean(x.clone(), ALONE, dtype).wait() - x).norm() / x.norm()
+        error = (PendingMean(x.clone(), ALONE, dtype).wait() - x).norm() / x.norm()
         print(f"    {dtype}    {nbytes / len(x):.2f} bytes per element, relative error {error:.4f}")
 
 
