@@ -250,14 +250,15 @@ def events(done: int, every: int, fragments: int, overlap: int) -> tuple[int | N
 class Outer:
     """The outer optimizer for zero.py's buckets: PlainDiLoCo over shards, with fragments, overlap and quantisation.
 
-        outer = Outer(optimizer.buckets, groups["sites"], every=100)
-        optimizer.load(source)              # optimizer: a zero.Optimizer. source: initial weights (core/param.py)
-        optimizer.load(source, "outer")     # without this, the old weights would be 0, and the outer gradient -w
+        optimizer.load(source)      # optimizer: a zero.Optimizer. source: initial weights (core/param.py)
+        outer = Outer(optimizer.buckets, groups["sites"], every=100)    # begins with a copy of the weights
         ... step number `done` of the inner optimizer ...
         outer.step(done)
 
     Outer adds two tensors to the state of each bucket: "outer", the weights after the last exchange, and "outer_m", the
-    outer momentum. So zero.py shards both tensors, and checkpoints save and reshard both.
+    outer momentum. So zero.py shards both tensors, and checkpoints save and reshard both. If weights are loaded
+    later, also call optimizer.load(source, "outer"). Otherwise the first outer gradient is measured from the weights
+    that the buckets had when Outer was built.
 
     With overlap > 0, a site has taken tau steps since the exchange of a fragment started, so its weights w contain
     changes that the outer gradient did not. When the exchange finishes, the site sets w to KEPT w + (1 - KEPT) w_old,
@@ -272,8 +273,8 @@ class Outer:
                                            "so that one exchange ends before the next begins")
         need(dtype in SYNC_DTYPES, f"dtype {dtype}: must be one of {', '.join(SYNC_DTYPES)}")
         for bucket in buckets:
-            for what in OUTER_STATE:
-                bucket.state[what] = torch.zeros_like(bucket.master)
+            bucket.state["outer"] = bucket.master.clone()
+            bucket.state["outer_m"] = torch.zeros_like(bucket.master)
         self.fragments = [Fragment(index, fragments, buckets) for index in range(fragments)]
         self.group, self.lr, self.momentum, self.dtype = group, lr, momentum, dtype
         self.every, self.overlap = every, overlap
