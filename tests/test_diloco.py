@@ -327,7 +327,7 @@ def means(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
     group, found = collectives.Group("sites", grids.everyone().process_group), {}
     for dtype in "fp32", "bf16", "int8":
         collectives.sent.clear()
-        found[dtype] = diloco.Mean(x * (1 + group.rank), group, dtype).wait(), collectives.sent["sites"]
+        found[dtype] = diloco.PendingMean(x * (1 + group.rank), group, dtype).wait(), collectives.sent["sites"]
     return found
 
 
