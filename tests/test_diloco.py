@@ -20,7 +20,7 @@ import train
 from core import collectives, rules
 from core.config import Config
 from core.groups import within_site
-from core.param import box_shape, draw
+from core.param import box_shape
 from run import checkpoint, cli, faults, job
 from run.ranks import host_group
 from test_grids import compare
@@ -119,7 +119,6 @@ def trained(flags: str) -> dict:
     settings = grids.settings_of(flags, world)
     groups, model, pipeline, optimizer = grids.build(settings)
     outer = train.build_outer(settings, optimizer, groups)
-    optimizer.load(draw(settings.optim.seed), "outer")
     exchanges = []
     for done, (tokens, labels) in enumerate(given(settings), 1):
         before = collectives.sent["sites"]
@@ -231,7 +230,6 @@ def test_with_one_site_the_mean_changes_nothing():
         if fragments:
             outer = diloco.Outer(optimizer.buckets, collectives.ALONE, every=2, lr=1.0, momentum=0.0,
                                  fragments=fragments)
-            optimizer.load(draw(settings.optim.seed), "outer")
         for done, (tokens, labels) in enumerate(2 * given(settings), 1):
             grids.forward_backward(settings, groups, model, pipeline, optimizer, tokens, labels)
             optimizer.step(settings.optim.lr)
