@@ -195,9 +195,9 @@ class PendingMean:
         "fp32": as it is, in fp32 or fp64. x is overwritten.
         "bf16": sent and summed in bf16, like gradients with --reduce-dtype bf16.
         "int8": each site sends every other site 8 bits per element and a scale in fp32 per BLOCK elements, and sums
-            what it receives in fp32, because sums of 8-bit numbers would not fit into 8 bits. So a site sends
-            (n-1) P (1 + 4 / BLOCK) bytes. That is fewer bytes than in bf16 with fewer than 4 sites, and fewer than in
-            fp32 with fewer than 8.
+            what it receives in fp32, because sums of 8-bit numbers would not fit into 8 bits. For N elements of x it
+            sends (n-1) N (1 + 4 / BLOCK) bytes, apart from padding. That is fewer bytes than in bf16 with fewer than
+            4 sites, and fewer than in fp32 with fewer than 8.
     """
 
     def __init__(self, x: Tensor, group: Group, dtype: str):
@@ -256,9 +256,9 @@ class Outer:
         outer.step(done)
 
     Outer adds two tensors to the state of each bucket: "outer", the weights after the last exchange, and "outer_m", the
-    outer momentum. So zero.py shards both tensors, and checkpoints save and reshard both. If weights are loaded
-    later, also call optimizer.load(source, "outer"). Otherwise the first outer gradient is measured from the weights
-    that the buckets had when Outer was built.
+    outer momentum. So zero.py shards both tensors, and checkpoints save and reshard both. If weights are loaded later,
+    also call optimizer.load(source, "outer"). Otherwise the first outer gradient is measured from the weights that the
+    buckets had when Outer was built.
 
     With overlap > 0, a site has taken tau steps since the exchange of a fragment started, so its weights w contain
     changes that the outer gradient did not. When the exchange finishes, the site sets w to KEPT w + (1 - KEPT) w_old,
@@ -319,7 +319,10 @@ SITES, WIDTH, STEPS = 4, 64, 64
 
 
 def batch(site: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of a linear function. Each site's inputs are twice as large in other components."""
+    """Return inputs and targets of a linear function.
+
+    Each site doubles every SITES-th component of its inputs, beginning with a different one.
+    """
     generator = torch.Generator().manual_seed(1000 * step + site)
     x = torch.randn(16, WIDTH, generator=generator, dtype=torch.float64)
     x[:, site::SITES] *= 2
