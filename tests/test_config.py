@@ -567,7 +567,7 @@ def command_line(monkeypatch, ranks: int, line: str | list[str], **environment: 
     (8, "--resume auto --checkpoint-dir no/such/folder", (8, 1, 1)), (8, "--init-from folder", (8, 1, 1))])
 def test_a_command_line_that_names_no_grid_shows_one(monkeypatch, ranks, line, axes):
     monkeypatch.setattr(cli.huggingface, "read_config", lambda folder: dict(layers=4))
-    monkeypatch.setattr(cli.huggingface, "check_weights", lambda *_: None)
+    monkeypatch.setattr(cli.huggingface, "check_weights", lambda *_: [])
     grid = (settings := command_line(monkeypatch, ranks, line)).grid
     assert (grid.dp, grid.tp, grid.pp) == axes
     assert settings.grid_is_example == (axes in ((2, 2, 2), (2, 2, 1)))

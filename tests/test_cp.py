@@ -139,7 +139,7 @@ def test_a_run_splits_the_documents_that_it_reads():
     samples = SimpleNamespace(step=lambda *arguments: [batch])
     for i in range(4):
         alike = SimpleNamespace(size=4, rank=i)
-        got, = train.local_micro_batches(samples, 0, 2, settings, {"cp": alike, "data": alike})
+        got, = train.local_micro_batches(samples, 0, 2, settings, {"cp": alike, "data": alike, "sites": ALONE})
         wants = cp.shard_sequences(*batch[:4], 4, i, 1, 2)
         assert all(torch.equal(one, want) for one, want in zip(got, wants))
         assert not torch.equal(got.positions, cp.shard_sequences(*batch[:4], 4, i)[2])

@@ -96,8 +96,8 @@ def change_weights(copy: Path) -> None:
     """A feed-forward of two matrices and GELU. Its count in plan/costs.py is left as it was."""
     replace(copy, "model.py",
             "        gate = Spec(name + \"w_gate\", (ffn, config.hidden), {\"tp\": 0}, std=INIT_STD)\n", "")
-    replace(copy, "model.py", "self.gate_up = ColumnParallelLinear(make, gate, up)",
-            "self.up = ColumnParallelLinear(make, up)")
+    replace(copy, "model.py", "self.gate_up = ColumnParallelLinear(make, gate, up, biases=biases)",
+            "self.up = ColumnParallelLinear(make, up, biases=biases)")
     replace(copy, "model.py", "gate_up = self.gate_up(x, context.tp)", "up = self.up(x, context.tp)")
     replace(copy, "model.py", "hidden = swiglu(gate_up)", "hidden = nn.functional.gelu(up)")
     replace(copy, "model.py", "drop(hidden, y, swiglu, gate_up)", "drop(hidden, y, nn.functional.gelu, up)")
@@ -106,7 +106,7 @@ def change_weights(copy: Path) -> None:
             'swiglu(h, *(w[layer + "shared.w_" + part] for part in ("gate", "up", "down")))',
             'F.gelu(h @ w[layer + "shared.w_up"].T) @ w[layer + "shared.w_down"].T')
     replace(copy, "tests/help/reference.py",
-            'swiglu(h, *(w[f"layers.{i}.ffn.w_{part}"] for part in ("gate", "up", "down")))',
+            'swiglu(h, *(w[f"layers.{i}.ffn.w_{part}"] for part in parts), added)',
             'F.gelu(h @ w[f"layers.{i}.ffn.w_up"].T) @ w[f"layers.{i}.ffn.w_down"].T')
 
 

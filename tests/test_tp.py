@@ -583,9 +583,9 @@ def steps(pool, n: int, flags: str) -> list[tuple]:
 
 
 KEPT = ["--tp 1", "--mtp", "--tp 2 --qkv-bias", f"--tp 2 {LATENT}", "--tp 2 --kv-heads 1 --qk-norm --sp off",
-        "--tp 2 --out-bias --ffn-bias --no-rope-every 2",
         f"--tp 2 {LATENT} --q-lora-rank 0 --v-head-dim 10 --sp off",
-        "--cp 2", "--cp 2 --tp 2 --cp-style ring", f"--cp 2 {LATENT}", "--cp 2 --cp-style ulysses",
+        "--cp 2", "--cp 2 --tp 2 --cp-style ring", f"--cp 2 {LATENT}",
+        "--tp 2 --out-bias --ffn-bias --no-rope-every 2", "--cp 2 --cp-style ulysses",
         "--cp 2 --cp-style ulysses --attention math", "--tp 1 --attention math"]
 RARELY = ["--qk-norm", "--tp 2 --mtp", LATENT, "--tp 4 --kv-heads 2", "--tp 8 --kv-heads 2", "--cp 2 --cp-style ring",
           "--cp 4 --cp-style ring", "--cp 4 --cp-style ring --cp-ulysses 2", "--cp 4 --kv-heads 2 --cp-style ulysses"]
