@@ -27,6 +27,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -492,7 +493,9 @@ class Run:
     export_hf: str = setting("", help=(
         "After training, write the model into this folder, in the format that transformers reads. The model is that of "
         "the last checkpoint, so --checkpoint-dir has to be given, too."))
-    metrics: str = setting("", "Append the metrics of each step to this file, or to /dev/stdout, as one line of JSON.")
+    metrics: str = setting("", (
+        "Append the metrics of each step to this file, or to /dev/stdout, as one line of JSON. A file that has steps "
+        "is continued by --resume, and refused without."))
     tensorboard: str = setting("", help=(
         "Write the metrics of each step into this folder, for TensorBoard. Needs the package tensorboard."))
     wandb: str = setting("", help=(
@@ -630,6 +633,16 @@ RENAMED = {
     "keep": "keep_checkpoints",
     "sample": "sample_prompt",
 }
+ALIKE = 0.75  # from which on a flag is taken for another one; --num-gpus and --norm-eps have 0.7
+ANSWERS = {  # to flags of other trainers whose place no single flag takes
+    "num_gpus": "torchrun --nproc_per_node starts a rank on each GPU", "fsdp": "give --zero 3",
+    "deepspeed": "give --zero, and other settings by flags of their own, see --help",
+    "recompute_activations": "give --recompute selective",
+    "epochs": "give --steps; samples are read again when all have been read",
+    "num_train_epochs": "give --steps; samples are read again when all have been read",
+    "model": "give --preset NAME, or --init-from FOLDER for published weights",
+    "tokenizer": "python -m run.data tokenize makes files of tokens with it; with --init-from, the model's own is used",
+}
 # The name in Megatron-LM, torchtitan, transformers or nanoGPT -> ours, which the error for such a flag gives.
 IN_OTHER_TRAINERS = {
     "data_parallel_size": "dp", "data_parallel_shard_degree": "dp", "world_size": "dp",
@@ -659,7 +672,8 @@ IN_OTHER_TRAINERS = {
     "max_grad_norm": "grad_clip", "wd": "weight_decay", "bf16": "dtype", "fp16": "dtype", "fp8_format": "fp8",
     "recompute_granularity": "recompute", "activation_checkpointing": "recompute",
     "gradient_checkpointing": "recompute", "cpu_offload": "offload", "attention_backend": "attention",
-    "data_path": "data", "dataset_path": "data", "eval_interval": "eval_every", "eval_iters": "eval_steps",
+    "data_path": "data", "dataset_path": "data", "train_data": "data", "wandb_project": "wandb",
+    "eval_interval": "eval_every", "eval_iters": "eval_steps",
     "save": "checkpoint_dir", "output_dir": "checkpoint_dir", "out_dir": "checkpoint_dir", "load": "resume",
     "resume_from_checkpoint": "resume", "save_interval": "save_every", "save_total_limit": "keep_checkpoints",
     "model_name_or_path": "init_from", "distributed_timeout_minutes": "timeout", "exit_duration_in_mins": "time_limit",
@@ -715,14 +729,15 @@ def problem_of(name: str, value: Any) -> str:
 
 # ---- reading the command line ---------------------------------------------------------------------------------------
 
-def read(arguments: list[str]) -> dict[str, Any]:
+def read(arguments: list[str], others: Iterable[str] = ()) -> dict[str, Any]:
     """Return the settings that a command line gives: name -> value. Presets and defaults come later, in core/rules.py.
 
-    Raises ValueError for an unknown flag, and for a value of the wrong type.
+    others: flags that a program other than train.py has besides, such as --gpus. Raises ValueError for an unknown flag,
+    and for a value of the wrong type.
     """
     given, unknown = read_flags(make_parser(), FIELDS, expand(arguments))
     if unknown:
-        raise ValueError(f"{unknown[0]}: {what_is_meant(unknown[0].partition('=')[0])}")
+        raise ValueError(f"{unknown[0]}: {what_is_meant(unknown[0].partition('=')[0], others)}")
     return given
 
 
@@ -857,8 +872,8 @@ def read_value(field: Field, typed: str) -> Any:
     return value
 
 
-def what_is_meant(unknown: str) -> str:
-    """Say what to write in place of an unknown flag."""
+def what_is_meant(unknown: str, others: Iterable[str] = ()) -> str:
+    """Say what to write in place of an unknown flag. others: flags that the program has besides train.py's."""
     name = name_of(unknown) if unknown.startswith("--") else ""
     without_no = name.removeprefix("no_")
     if without_no in RENAMED:
@@ -867,7 +882,10 @@ def what_is_meant(unknown: str) -> str:
         return f"this flag is called {flag(f'no_{new}' if is_off else new)} now"
     if name in IN_OTHER_TRAINERS:
         return f"unknown flag, see {flag(IN_OTHER_TRAINERS[name])} in --help"
-    close = difflib.get_close_matches(unknown, map(flag, FIELDS), 1, 0.7)
+    close = difflib.get_close_matches(unknown, others, 1, ALIKE)
+    if name in ANSWERS and not close:
+        return f"unknown flag: {ANSWERS[name]}"
+    close = close or difflib.get_close_matches(unknown, map(flag, FIELDS), 1, ALIKE)
     return f"unknown flag, did you mean {close[0]}?" if close else "unknown flag, --help lists all"
 
 

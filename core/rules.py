@@ -58,7 +58,9 @@ def parse(arguments: list[str], world: int = 1, inherited: dict[str, Any] | None
     assert inherited is not None or not (flags.get("resume") or flags.get("init_from")), (
         "with --resume or --init-from, the caller (run/cli.py) must pass `inherited`")
     preset = flags.get("preset", "tiny")
-    need(preset in PRESETS, f"--preset {preset}: unknown, use one of {', '.join(PRESETS)}")
+    name = preset.rpartition("/")[2].lower()  # as published: meta-llama/Llama-3.1-8B
+    need(preset in PRESETS, f"--preset {preset}: unknown, "
+         + (f"did you mean {name}?" if name in PRESETS else f"use one of {', '.join(PRESETS)}"))
     if inherited is None:
         inherited, owner = PRESETS[preset], f"of --preset {preset}"
     turned_off = [name for name in ("experts", "kv_lora_rank", "sites") if flags.get(name) == default_of(name)]

@@ -64,10 +64,15 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     else:
         arguments = [*arguments, *(["--resume="] if "resume" in flags else [])]  # there is nothing to resume
         if folder := flags.get("init_from"):
+            need(os.path.isdir(folder) or not re.fullmatch(r"[\w.-]+/[\w.-]+", folder),
+                 f"--init-from {folder}: there is no such folder, and nothing is downloaded: hf download {folder} "
+                 "--local-dir FOLDER does, then give --init-from FOLDER")
             inherited = dict(preset=Path(folder).resolve().name) | huggingface.read_config(folder)
             owner = f"of --init-from {folder}"
     settings = rules.parse(arguments, world, inherited, owner)
     check_paths(settings)
+    if not resume:  # one that resumes with auto may find no checkpoint and begin again, after a fault
+        check_metrics_are_new(settings)
     if settings.run.init_from and not resumed and not settings.run.dry_run:
         for line in huggingface.check_weights(settings.run.init_from, settings.model, settings.run.allow_mismatch):
             warn(line)
@@ -176,6 +181,15 @@ def check_paths(settings: Config) -> None:
         with open(run.metrics, "rb") as file:
             need(os.path.getsize(run.metrics) == 0 or any(line.startswith(METRIC) for line in file),
                  f"--metrics {run.metrics}: has lines, but none of metrics: name another file, or remove it")
+
+
+def check_metrics_are_new(settings: Config) -> None:
+    """Raises ValueError if --metrics has steps, which a run that begins would erase. A dry run erases nothing."""
+    path = settings.run.metrics
+    if os.path.isfile(path) and not settings.run.dry_run:
+        with open(path, "rb") as file:
+            need(not any(line.startswith(METRIC) for line in file),
+                 f"--metrics {path}: has steps of another run: give --resume auto to continue it, or another file")
 
 
 def is_installed(package: str) -> bool:
@@ -375,6 +389,11 @@ def warn(line: str) -> None:
     """Say something about the settings, by the first rank."""
     if os.environ.get("RANK", "0") == "0":
         say(f"warning: {line}")
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as "1 file" and "2,000 files"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def tell_torchrun(line: str) -> None:
