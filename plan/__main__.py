@@ -13,7 +13,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from core import config, rules
@@ -82,7 +82,8 @@ def print_asked(run: Run, gpus: int, given: dict) -> None:
         by_default = f". Warning: {flags} {'are' if missing[1:] else 'is'} not given, and the default is the tiny run's"
     print(f"batch    {sequences:,} sequences of {batch.seq_len:,} tokens, {sequences * batch.seq_len:,} tokens per step"
           + by_default)
-    print(f"machine  {gpus:,} x {run.machine.name}, {run.machine.memory_bytes / 2**30:,.0f} GiB each; kernels: "
+    print(f"machine  {gpus:,} x {run.machine.name}, {min(gpus, run.machine.gpus_per_node)} per node, "
+          f"{format_bytes(run.machine.memory_bytes)} each; kernels: "
           f"{'of this project (--kernels auto)' if run.fused else 'plain torch'}")
     if run.machine.assumed:
         print(f"         {run.machine.assumed}")
@@ -94,7 +95,7 @@ def print_memory(run: Run) -> None:
     needed, there = sum(kinds.values()), machine.memory_bytes
     print(f"{machine.name}: the pipeline rank that needs most, of {settings.grid.pp}, needs {format_bytes(needed)} of "
           f"{format_bytes(there)}, {format_bytes(run.constants.reserved)} reserved besides: fits with probability "
-          f"{step_time.probability_of_fit(run, needed):.2f}")
+          f"{search.shown(step_time.probability_of_fit(run, needed))}")
     print(table([("  " + kind, format_bytes(nbytes), bar(nbytes, there)) for kind, nbytes in kinds.items()], "<><"))
     if run.fused and settings.precision.attention != "triton":
         torch_alone = step_time.needed_memory(changed(run, "precision", kernels="torch"))
@@ -154,7 +155,8 @@ def accuracy(run: Run) -> list[str]:
         nearest = max(known, key=lambda name: [a == b for a, b in zip(name.split(", "), kind.split(", "))])
         lines += [f"  step: unknown. {'Such runs are' if here else 'No such run is'} published{why}",
                   f"  the nearest kind ({nearest}): {errors(found[nearest])}"]
-    return [*lines, f"  memory: {errors(of_memory)}. Of this code, tests compare the formula with counted bytes"]
+    return [*lines, f"  memory: {errors(of_memory)}. This is of other codes, with their own allocators; the "
+            "probability to fit is of this code, whose formula tests compare with counted bytes"]
 
 
 def errors(found: dict) -> str:
@@ -176,7 +178,8 @@ def print_step(run: Run) -> None:
           f"{found.hfu:.1%} (with what is recomputed), of {run.machine.peak() / 1e12:,.0f} TFLOP/s in bf16")
     slowest = max(run.code.host_seconds(run, layer) for layer in range(run.settings.model.blocks))
     print(f"launches: this code's host needs up to {slowest * 1e3:.1f} ms per layer, as counted on a CPU")
-    print(f"memory {found.memory_gb:.1f} GB, fits with probability {found.fits:.2f}")
+    print(f"memory {found.memory_gb:.1f} GB, fits with probability {search.shown(found.fits)} (assumed: a standard "
+          f"error of {run.constants.spread:.0%})")
     print("\n".join(accuracy(run)))
 
 
@@ -262,9 +265,12 @@ def print_search(run: Run, gpus: int, given: dict) -> None:
     gpu_tokens = run.settings.batch.ramp()[-1][0] * run.settings.batch.seq_len / gpus
     print(f"{run.machine.name}, {gpus} GPUs: {len(found)} settings fit; the best by step time divided by the "
           "probability to fit, with what limits each:")
-    rows = [(f"{best.seconds:.3f} s", f"{gpu_tokens / best.seconds:,.0f}", format_bytes(best.memory),
-             f"{best.fits:.2f}", best.limit(), search.describe(best.run.settings)) for best in found[:10]]
-    print(table([("step", "tokens/s/GPU", "memory", "fits", "limit", "flags"), *rows], ">>>><<"))
+    rows = [(f"{best.seconds:.3f} s", f"{best.rank:.3f} s", f"{gpu_tokens / best.seconds:,.0f}",
+             format_bytes(best.memory), search.shown(best.fits), best.limit(), search.describe(best.run.settings))
+            for best in found[:10]]
+    print(table([("step", "step/fits", "tokens/s/GPU", "memory", "fits", "limit", "flags"), *rows], ">>>>><<"))
+    print("a search takes three steps: 1 keeps the settings that fit in memory, 2 those of them that reach the global "
+          "batch, 3 the fastest")
     print("others fell: " + "; ".join(f"{why}: {count:,}" for why, count in fell.most_common(8)))
 
 
@@ -334,6 +340,7 @@ def main(arguments: list[str]) -> None:
     need(rest[0] not in RENAMED, f"{rest[0]}: use its new name, python -m {RENAMED.get(rest[0])}")
     need(rest[0] in COMMANDS, f"{rest[0]}: use one of {', '.join(COMMANDS)}")
     command = rest.pop(0)
+    given = config.read(rest, [config.flag(declared.name) for declared in fields(Flags)])
     need(asked.gpus >= 0, f"--gpus {asked.gpus}: must be above 0")
     need(asked.gpus <= 10**6, f"--gpus {asked.gpus}: must be at most 1,000,000")  # a search takes 20 s there
     for name in ("peak_tflops", "memory_gb"):
@@ -351,7 +358,7 @@ def main(arguments: list[str]) -> None:
          "host_memory_bytes_per_s, which bench/probe.py measures")
     run = Run(with_dtype(settings, machine), machine)
     if command != "params":
-        print_asked(run, gpus, config.read(rest))
+        print_asked(run, gpus, given)
     if command == "search":
         return print_search(run, gpus, search.given_by_flags(rest))
     if command == "scaling":

@@ -55,6 +55,11 @@ class Candidate(NamedTuple):
         return f"{name} {seconds / self.seconds:.0%}"
 
 
+def shown(probability: float) -> str:
+    """A probability to fit, as printed. None is certain."""
+    return ">0.99" if probability > SURE else f"{probability:.3f}"
+
+
 def grids(settings: Config, gpus: int, given: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Yield axis -> size for all grids of `gpus` ranks that have the `given` sizes and at least 512 tokens per context
     parallel rank. Some of them are invalid: `variants` rejects these."""
@@ -242,7 +247,7 @@ def fill_grid(settings: Config, gpus: int, machine: Machine) -> tuple[Config, st
              for word in (config.flag(name), config.written(name, values[name]))]
     reason = (f"{describe(chosen)}: of {len(found)} settings that fit on {gpus} x {machine.name}, the best by "
               f"predicted step time and probability to fit: {best.seconds:.3g} s per step, {best.memory / 1e9:.2f} GB, "
-              f"fits with probability {best.fits:.2f}, limit {best.limit()}")
+              f"fits with probability {shown(best.fits)}, limit {best.limit()}")
     if len(found) > 1:
         reason += f"; next {describe(found[1].run.settings)}, {found[1].seconds:.3g} s"
     return rules.parse([*settings.arguments, *flags, "--grid", "given"], gpus, settings.before_defaults), reason
