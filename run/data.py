@@ -32,6 +32,7 @@ which puts the tokenizer beside it, so that whoever trains on the file can sampl
 text, and of records with texts or conversations: run/texts.py says which. Conversations become text by the chat
 template beside the tokenizer, else ChatML: run/chat.py. A run that begins with a published model does this itself.
 """
+import contextlib
 import hashlib
 import os
 import sys
@@ -67,6 +68,7 @@ from run.token_files import TokenFile, all_targets, cannot_be_read, open_token_f
 from run.tokenizing import (
     BYTES_SEPARATOR,
     HOW_TO_CONVERT,
+    largest_id,
     read_tokenizer,
     same_tokenizer,
     tokenize,
@@ -166,8 +168,18 @@ class Corpus:
         """Raises ValueError for the token at this position of the stream, which `outside` has found."""
         file = int(np.searchsorted(self.starts, position, "right")) - 1
         place = position - int(self.starts[file])
-        raise ValueError(f"{self.files[file]}: token {place:,} is {self.arrays[file][place]}, outside of 0.."
-                         f"{self.vocab - 1}: raise --vocab, or give the file's --data-dtype")
+        token, meant = int(self.arrays[file][place]), "raise --vocab"
+        with contextlib.suppress(ValueError):  # for a tokenizer that is missing or damaged
+            size = largest_id(read_tokenizer(str(self.files[file].with_name("tokenizer.json")))) + 1
+            if 0 <= token < size:
+                meant = f"its tokenizer has {size:,}: --vocab {size}"
+        raise ValueError(f"{self.files[file]}: token {place:,} is {token}, outside of 0..{self.vocab - 1}: {meant}, or "
+                         "give the file's --data-dtype")
+
+    def targets(self) -> int:
+        """How many tokens are targets. Reads the masks, but none of a file whose tokens all are."""
+        masks = [mask[:] for mask in self.masks]
+        return sum(len(mask) if mask.strides == (0,) else int(np.count_nonzero(mask)) for mask in masks)
 
 
 class Source(NamedTuple):
@@ -452,7 +464,7 @@ USAGE = ("python -m run.data tokenize PATH … --tokenizer tokenizer.json --out 
 
 @dataclass
 class Flags:
-    tokenizer: str = setting("", "tokenizer.json, as published with a model")
+    tokenizer: str = setting("", "tokenizer.json, as published with a model, or its folder")
     out: str = setting("", "the file to write, .bin")
     separator: str = setting("", "the token that begins a document; by default the tokenizer's")
     ignore: str = setting("", "keys of records and messages that are left out, with commas between them")
@@ -466,7 +478,9 @@ def main() -> None:
         count, targets = tokenize(words[1:], flags.tokenizer, flags.out, flags.separator, ignored)
     except (ValueError, OSError, ImportError) as error:  # transformers may not be installed
         cli.refuse(error, "run.data")
-    print(f"{flags.out}: {count:,} tokens" + (f", of which {targets:,} are targets" if targets < count else ""))
+    vocab = largest_id(read_tokenizer(os.path.join(os.path.dirname(flags.out), "tokenizer.json"))) + 1
+    print(f"{flags.out}: {count:,} tokens" + (f", of which {targets:,} are targets" if targets < count else "")
+          + f"; train on them with --vocab {vocab}, or more")
 
 
 if __name__ == "__main__":

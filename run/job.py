@@ -154,7 +154,7 @@ class Run:
             self.saver = Saver(asked.checkpoint_dir, pieces, asked.keep_checkpoints,
                                self.host, step if continues else None)
         if path and self.log.is_first_rank:
-            print(f"resumed {path} after {step} steps", flush=True)
+            print(f"resumed {path} after {cli.counted(step, 'step')}", flush=True)
             if 0 < settings.optim.steps <= step:
                 print(f"nothing to train: --steps {settings.optim.steps} counts from the beginning of the run, which "
                       f"has {step}", flush=True)
@@ -319,9 +319,9 @@ def check_data(training: Samples, saved: dict, settings: config.Config) -> None:
     """Raise ValueError if the training data differs from the checkpoint's. saved: the checkpoint's run.json."""
     for name, value in training.identity().items():
         then = saved["corpus"].get(name)
-        need(value == then or settings.run.allow_mismatch, f"--resume {settings.run.resume}: the data differs, its "
-                                                           f"{name} was "
-                                                   f"{then} and is {value}; give --allow-mismatch to change it")
+        need(value == then or settings.run.allow_mismatch,
+             f"--resume {settings.run.resume}: the data differs: {name} {then} in the checkpoint, {value} now; give "
+             f"--allow-mismatch to read what is there now, from sample {saved['samples']:,} on")
 
 
 def description(run: Run) -> dict:
@@ -442,6 +442,8 @@ def finish(run: Run) -> None:
                               "--lr, or look at the data and the weights that the run began with")
     if problem:
         raise faults.Failure(problem)
+    if run.saver and log.is_first_rank:
+        print(f"saved {Path(asked.checkpoint_dir, f'step-{state.step:06d}')}")
     if asked.export_hf and not guard.stopping:
         state.activity = "exporting"
         dtype = settings.precision.dtype
@@ -451,6 +453,8 @@ def finish(run: Run) -> None:
                 checkpoint.export(path, asked.export_hf, "fp32" if dtype == "fp64" else dtype, run.host)
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
+        if log.is_first_rank:
+            print(f"exported {asked.export_hf}")
     if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
         guessing = math.log(settings.model.vocab)

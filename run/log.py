@@ -22,7 +22,7 @@ from core.groups import AXES
 from core.param import DTYPES, Spec, is_first_replica
 from plan import costs, machines
 from plan.memory import format_bytes
-from run.cli import LATER_S, METRIC, SOON_S, is_stdout, say
+from run.cli import LATER_S, METRIC, SOON_S, counted, is_stdout, say
 from run.device import memory_of_rank, uses_kernels
 
 
@@ -150,7 +150,7 @@ class Log:
 
     def print_validation_loss(self, steps: int, loss: float | None) -> None:
         if self.is_first_rank and loss is not None:  # None: the run was asked to end meanwhile
-            self.bar.write(f"after {steps} steps: validation loss {loss:.4f}", file=sys.stdout)
+            self.bar.write(f"after {counted(steps, 'step')}: validation loss {loss:.4f}", file=sys.stdout)
 
     def close(self, steps: int, tokens: int) -> None:
         self.bar.close()
@@ -158,12 +158,13 @@ class Log:
         if self.is_first_rank and self.last_loss is not None:
             nothing_learned = self.said_empty and math.isnan(self.last_loss)
             loss = "no target" if nothing_learned else f"last loss {self.last_loss:.4f} nats per token"
-            print(f"trained {steps} steps on {tokens:,} tokens: {loss}")
+            print(f"trained {counted(steps, 'step')} on {tokens:,} tokens: {loss}")
             late = self.noise[len(self.noise) // 2:]
             trace = sum(trace for trace, _ in late)
             gradient2 = sum(gradient2 for _, gradient2 in late)
             if gradient2 > 0:
-                print(f"gradient noise scale of the last {len(late)} steps: {max(0.0, trace / gradient2):,.0f} tokens")
+                print(f"gradient noise scale of the last {counted(len(late), 'step')}: "
+                      f"{max(0.0, trace / gradient2):,.0f} tokens")
 
 
 def cut(path: str, step: int) -> None:
@@ -226,9 +227,11 @@ def first_lines(settings: config.Config, groups: Groups, device: str, built: int
         f"model   {model.preset}: {built or total.total:,} parameters{active}; "
         f"rank {groups.get('world', ALONE).rank} needs about {format_bytes(sum(memory.values()))}: {kinds}"]
     if samples:
+        targets = samples.corpus.targets()
+        masked = f", of which {targets:,} are targets," if targets < len(samples.corpus) else ""
         lines.append(
-            f"data    {len(samples.corpus):,} tokens in {len(samples.corpus.files):,} files: "
-            f"{samples.spans:,} samples of {batch.seq_len}{times_read(settings, samples)}")
+            f"data    {len(samples.corpus):,} tokens{masked} in {counted(len(samples.corpus.files), 'file')}: "
+            f"{counted(samples.spans, 'sample')} of {batch.seq_len}{times_read(settings, samples)}")
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from core.config import need
-from run.cli import note
+from run.cli import counted, note
 from run.token_files import cannot_be_read, check_fetched
 
 BLOCK = 2**18  # bytes of a text that are read at a time
@@ -99,7 +99,8 @@ def documents(found: Found, progress: Progress = lambda count: None, ignored: It
             if document:
                 yield document
         if unread:
-            note(f"{found.path}: not read, of its records: " + ", ".join(f"{key} ({n:,})" for key, n in unread.items()))
+            keys = ", ".join(f"{key} ({counted(n, 'record')})" for key, n in unread.items())
+            note(f"{found.path}: keys not used: {keys}")
     except OSError as error:
         raise ValueError(cannot_be_read(found.path, error)) from None
 

@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from core import config
 from core.config import is_of_kind, need
 from run import huggingface
 from run.chat import CHATML, Rendered, Span, Template
-from run.cli import note, speaking
+from run.cli import note, speaking, told_if_slow
 from run.texts import (
     KINDS,
     MORE_TEMPLATES,
@@ -131,8 +132,8 @@ def codec_of(corpus: Any, folder: str) -> Codec | None:
         path = os.path.join(folder, "tokenizer.json")
         tokenizer = read_tokenizer(path)
         most = largest_id(tokenizer)
-        need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab, or "
-                                  "give --sample-prompt=, which needs no tokenizer")
+        need(most < corpus.vocab, f"{path}: has the token {most}, outside of 0..{corpus.vocab - 1}: raise --vocab to "
+                                  f"{most + 1}, or give --sample-prompt=, which needs no tokenizer")
         return Codec(None if corpus.is_text else corpus.separator, tokenizer, path)
     return Codec(BYTES_SEPARATOR) if corpus.is_text else None
 
@@ -141,10 +142,13 @@ def read_tokenizer(path: str) -> Any:
     from tokenizers import Tokenizer
     file = Path(path)
     need(not file.is_dir(), f"{path}: is a folder: name the tokenizer.json in it")
+    need(file.exists(), f"{path}: there is no such file")
     if file.is_file():
         check_fetched(file)
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except Exception as error:  # the library raises nothing narrower
         hint = f"; {HOW_TO_CONVERT}" if file.is_file() and file.suffix != ".json" else ""
         raise ValueError(f"{path}: is no tokenizer.json: {error}{hint}") from None
@@ -381,9 +385,11 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     The tokenizer's files are copied beside the tokens. A mask is written if not all tokens are targets, and the starts
     of documents if some have the separator inside. ignored: keys of records to leave out.
 
-    Raises ValueError naming a file that is missing or cannot be read.
+    tokenizer_path: a tokenizer.json, or its folder. Raises ValueError naming a file that is missing or cannot be read.
     """
     need(Path(out).suffix == ".bin", f"--out {out}: its name must end in .bin")
+    if Path(tokenizer_path).is_dir():
+        tokenizer_path = os.path.join(tokenizer_path, "tokenizer.json")
     marks = marks_of(read_tokenizer(tokenizer_path), tokenizer_path, separator)
     found = [each for path in paths for each in files_in(Path(path))]
     return write_tokens(found, tokenizer_path, Path(out), marks, ignored)
@@ -410,9 +416,11 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
          f"{beside}: is another tokenizer: use another folder for --out")
     kind, unread = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.uint32), 0
-    bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, delay=2, total=sum(size_of(each.path) for each in found))
+    bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, delay=2, total=sum(size_of(each.path) for each in found),
+               leave=False, disable=not sys.stderr.isatty())  # in a file, other lines would be glued to it
+    slow = told_if_slow("tokenizing", "data") if bar.disable else contextlib.nullcontext()
     try:
-        with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar:
+        with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar, slow:
             documents_of_all = chain.from_iterable(documents(each, bar.update, ignored) for each in found)
             templates: list[Template] = []
             rendered = with_template(documents_of_all, tokenizer_path, templates)
