@@ -98,6 +98,8 @@ def documents(found: Found, progress: Progress = lambda count: None, ignored: It
                 raise ValueError(f"{where}: {error}".splitlines()[0]) from None
             if document:
                 yield document
+        if empty := unread.pop("empty text", 0):
+            note(f"{found.path}: {counted(empty, 'record')} left out: the text is empty")
         if unread:
             keys = ", ".join(f"{key} ({counted(n, 'record')})" for key, n in unread.items())
             note(f"{found.path}: keys not used: {keys}")
