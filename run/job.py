@@ -454,7 +454,7 @@ def finish(run: Run) -> None:
         except ValueError as error:
             raise faults.Failure(f"--export-hf: {error}") from None
         if log.is_first_rank:
-            print(f"exported {asked.export_hf}")
+            print(f"exported {path} to {asked.export_hf}")
     if asked.sample_prompt and math.isfinite(log.last_loss or 0.0) and not guard.stopping:
         state.activity = "sampling"
         guessing = math.log(settings.model.vocab)
