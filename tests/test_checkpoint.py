@@ -464,12 +464,12 @@ def trained(tmp_path_factory, tokens) -> Path:
                                     "differ"),
     ("--layers 1 --allow-mismatch", " weights, and this model only "),
     ("--init-from model", "has weights, so leave out --init-from; only auto, which may find none, goes with it"),
-    ("--seed 1", "the data differs, its seed was 0 and is 1; give --allow-mismatch to change it"),
-    ("--seq-len 12", "the data differs, its seq was 24 and is 12"),
-    ("--data other.npy {trained}/other.npy", "the data differs, its hash was"),
-    ("--data-weights=1,1", "data differs, its sources was [[5000, 3], [500, 1]] and is [[5000, 1], [500, 1]]; give -"),
-    ("--data-weights=", "the data differs, its sources was [[5000, 3], [500, 1]] and is []; give --allow-mismatch to "
-                        "chan"),
+    ("--seed 1", "the data differs: seed 0 in the checkpoint, 1 now; give --allow-mismatch to "
+                 "read what is there now, from sample "),
+    ("--seq-len 12", "the data differs: seq 24 in the checkpoint, 12 now; "),
+    ("--data other.npy {trained}/other.npy", "the data differs: hash "),
+    ("--data-weights=1,1", "sources [[5000, 3], [500, 1]] in the checkpoint, [[5000, 1], [500, 1]] now; give "),
+    ("--data-weights=", "the data differs: sources [[5000, 3], [500, 1]] in the checkpoint, [] now; give --"),
     ("--data other.npy --allow-mismatch", " (--data-weights is the checkpoint's: "),
 ])
 def test_a_change_of_model_or_data_is_refused_unless_insisted_on(trained, tokens, tmp_path, monkeypatch, flags, line):
@@ -887,14 +887,16 @@ def test_a_downloaded_model_is_tuned_in_two_commands(pool, published, tmp_path, 
     data.main()
     tokens = np.fromfile(corpus, np.uint16, offset=24)
     mask = np.fromfile(corpus.with_suffix(".mask"), np.uint8) if chat else np.ones_like(tokens)
+    vocab = transformers.AutoTokenizer.from_pretrained(published).vocab_size
     assert capsys.readouterr().out == f"{corpus}: {len(tokens):,} tokens" + (
-        f", of which {mask.sum():,} are targets\n" if chat else "\n")
+        f", of which {mask.sum():,} are targets" if chat else "") + f"; train on them with --vocab {vocab}, or more\n"
     spans, tuned = (len(tokens) - 1) // 32, tmp_path / "tuned"
     said = pool.run(2, runs.run, flags=f"--init-from {published} --data {corpus} --seq-len 32 --global-batch "
                                          f"{2 * spans} "
                     f"--steps 6 --warmup 0 --lr 0.01 --zero 1 --checkpoint-dir {tmp_path}/run --export-hf {tuned} "
                     f"--sample-prompt def --metrics {tmp_path}/metrics")[0]
     at = np.arange(spans)[:, None] * 32 + np.arange(33)
+    assert f"\nexported {tmp_path}/run/step-000006 to {tuned}\n" in said
     batch, learned = (torch.from_numpy(array.astype(np.int64)[at]) for array in (tokens, mask))
     labels = batch.where(learned == 1, -100)
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(folder)(batch, labels=labels).loss.item()

@@ -332,6 +332,21 @@ def test_a_flag_of_another_trainer_is_refused_by_the_name_of_ours(theirs):
         f"{config.flag(theirs)}: unknown flag, see {config.flag(ours)} in --help")
 
 
+@pytest.mark.parametrize("line, says", [
+    ("--num-gpus 8", "--num-gpus: unknown flag: torchrun --nproc_per_node "), ("--fsdp", "give --zero 3"),
+    ("--epochs 3", "give --steps; samples are read again "), ("--deepspeed x.json", "give --zero, "),
+    ("--model llama", "give --preset NAME, or --init-from FOLDER "),
+    ("--recompute-activations", "--recompute selective"),
+    ("--tokenizer t.json", "python -m run.data tokenize "), ("--wandb-project a", "see --wandb in --help"),
+    ("--train-data a", "see --data in --help"), ("--norm-ep 1", "did you mean --norm-eps?"),
+    ("--gpus 8", "unknown flag, --help lists all"),
+    ("--preset meta-llama/Llama-3.1-8B", "--preset meta-llama/Llama-3.1-8B: unknown, did you mean llama-3.1-8b?"),
+    ("--init-from meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B --local-dir FOLDER "),
+    ("--init-from no/such/folder", "no/such/folder/config.json: there is no such file")])
+def test_a_name_from_elsewhere_is_answered_with_what_to_give(line, says):
+    assert says in what_is_said(line) and set(config.ANSWERS).isdisjoint((*config.FIELDS, *config.IN_OTHER_TRAINERS))
+
+
 def no_values(field) -> list[tuple[list[str], str]]:
     """Words that give a flag what is no value of it, and how the error begins."""
     name = config.flag(field.name)
@@ -466,9 +481,12 @@ def test_a_file_without_a_metric_is_not_taken_for_metrics(tmp_path):
     os.symlink(file, link)
     assert what_is_said(f"--metrics {pipe}").startswith(f"--metrics {pipe}: is a pipe, name a file")
     assert not what_is_said(f"--metrics {file}")  # which is not there
-    for content in b"", b'a line\n{"step": 0}\n', b'{"step": 0, "lo':
+    resumes = f"--resume auto --checkpoint-dir {tmp_path}/none --metrics {file}"
+    for content, refused in ((b"", False), (b'a line\n{"step": 0}\n', True), (b'{"step": 0, "lo', True)):
         Path(file).write_bytes(content)
-        assert not what_is_said(f"--metrics {file}")
+        assert not what_is_said(resumes) and not what_is_said(f"--metrics {file} --dry-run 0/1")
+        says = f"--metrics {file}: has steps of another run: give --resume auto to continue it, or another file"
+        assert what_is_said(f"--metrics {file}") == (says if refused else "")
     for content in b"some notes\n", b'{"rank": 0}\n', b"\x93NUMPY\xff\n":
         Path(file).write_bytes(content)
         for name in file, link:

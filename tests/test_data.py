@@ -134,6 +134,14 @@ def test_a_token_outside_the_vocabulary_is_found_wherever_it_is(tmp_path, monkey
         corpus.refuse(29)
 
 
+@pytest.mark.parametrize("size, says", [(600, "its tokenizer has 600: --vocab 600, or"), (512, "raise --vocab, or")])
+def test_a_token_outside_of_the_vocabulary_is_answered_with_the_size_of_the_tokenizer_beside_it(tmp_path, size, says):
+    tokenizer_of(tmp_path / "tokenizer.json", *map(str, range(size)))
+    corpus = Corpus([token_file(tmp_path / "a.npy", [1, 512], "npy")], 512)
+    with pytest.raises(ValueError, match=f"token 1 is 512, outside of 0..511: {says}"):
+        corpus.refuse(1)
+
+
 def test_what_cannot_be_one_corpus_is_refused(tmp_path, monkeypatch):
     text, tokens, none = tmp_path / "a.txt", token_file(tmp_path / "b.bin", [1, 2]), tmp_path / "none"
     text.write_text("hello")
@@ -467,7 +475,7 @@ def test_a_tokenizer_that_leaves_characters_out_is_named(tmp_path, capsys, model
     if is_named:
         assert tokenizer.encode("aüa").ids == [1, 1]
     (tmp_path / "text").write_text("a")
-    tokenizing.tokenize([str(tmp_path / "text")], str(path), str(tmp_path / "out.bin"))
+    tokenizing.tokenize([str(tmp_path / "text")], str(tmp_path), str(tmp_path / "out.bin"))  # by its folder
     said = f"data: {path}: has no token for characters outside of its alphabet, so they are left out of all texts\n"
     assert (said in capsys.readouterr().err) == is_named
 
@@ -483,11 +491,12 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_nothing(tmp_path):
     model.write_bytes(b"\n\x0e\n\x05<unk>")  # of sentencepiece
     none.write_text('{"text": ""}\n')
     asked.write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    (empty := tmp_path / "empty").mkdir()
     for arguments, says in (
             (([str(good), str(bad)], path, str(out)), f"{bad}: is no UTF-8 text (invalid start byte at byte 2)"),
             (([str(asked)], path, str(out)), f"{asked}: no conversation has a message of the role assistant"),
             (([str(good)], str(good), str(out)), f"{good}: is no tokenizer.json: "),
-            (([str(good)], str(tmp_path), str(out)), f"{tmp_path}: is a folder: name the tokenizer.json in it"),
+            (([str(good)], str(empty), str(out)), f"{empty}/tokenizer.json: there is no such file"),
             (([str(good)], str(pointer), str(out)), f"{pointer}: is a pointer of Git LFS"),
             (([str(good)], str(model), str(out)), f"{model}: is no tokenizer.json: expected value at line 2 column "
                                                     "1; AutoTokenizer.from_pretrained("),

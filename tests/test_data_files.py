@@ -136,7 +136,7 @@ def test_an_empty_text_is_no_document_and_is_counted(tmp_path, capsys, kind, emp
     else:
         path.write_bytes(as_lines(records))
     assert everything(Corpus([str(path)], 257)) == [256, *b"a", 256, *b"b"]
-    assert f"{path}: not read, of its records: empty text (2)\n" in capsys.readouterr().err
+    assert f"{path}: 2 records left out: the text is empty\n" in capsys.readouterr().err
     tokenizing.tokenize([str(path)], by_bytes(tmp_path / "tokenizer.json"), str(tmp_path / "out" / "t.bin"))
     tokens = everything(Corpus([str(tmp_path / "out" / "t.bin")], 300))
     assert len(tokens) == 4 and tokens[::2] == [0, 0]

@@ -21,6 +21,7 @@ def test_a_step_without_a_target_has_no_loss(tmp_path):
     mask[1:17] = 1  # of two of six samples
     data, path = masked(tmp_path / "a.bin", mask), tmp_path / "metrics"
     said = run(f"{TINY} --data {data} --steps {spans} --metrics {path}")
+    assert f"data    {len(mask)} tokens, of which 16 are targets, in 1 file: {spans} samples of 8" in said
     losses = [record["loss"] for record in metrics(path)]
     assert sum(loss is None for loss in losses) == spans - 2 and all(loss is None or loss > 1 for loss in losses)
     last = [loss for loss in losses if loss is not None][-1]

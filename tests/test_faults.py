@@ -209,6 +209,7 @@ def test_a_rewind_leaves_out_the_samples_and_nothing_else(pool, tmp_path, late, 
 def test_replicas_are_compared_every_so_many_steps_and_before_a_checkpoint_is_saved(tmp_path):
     for flags, late, steps in ((f"--save-every 2 --checkpoint-dir {tmp_path}/out", False, [1, 3, 5]), ("", False, [3]),
                                ("", True, [3])):
+        (tmp_path / "m").unlink(missing_ok=True)
         run(f"--steps 6 --check-replicas 4 --metrics {tmp_path}/m {flags}", late=late)
         assert [line["step"] for line in metrics(tmp_path / "m") if "check_replicas_s" in line] == steps
 

@@ -45,6 +45,7 @@ def corpora(tmp_path_factory):
 
 def run(folder, flags: str) -> tuple[list[dict], list[tuple]]:
     """(the metrics of every step, (seed, sample numbers) of every micro-batch that was read)"""
+    (folder / "metrics").unlink(missing_ok=True)
     with in_order((Samples, "micro_batch", lambda samples, numbers: (samples.seed, numbers))) as read:
         runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}")
     return runs.metrics(folder / "metrics"), read
@@ -189,6 +190,7 @@ def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_mak
 
     for grid in ("--dp 4 --micro-batch 1", "--dp 2 --pp 2 --micro-batch 2 --zero 1", "--dp 2 --cp 2 --micro-batch 3",
                  "--dp 4 --zero 3 --micro-batch 6"):
+        (sources / "mixed").unlink()
         pool.run(4, runs.run, flags=f"{flags} {grid}")
         for record, true in zip(runs.metrics(sources / "mixed"), want, strict=True):
             assert {name: record[name] for name in true} == pytest.approx(true, rel=1e-10), grid
@@ -379,6 +381,7 @@ def communicated(folder: str, flags: str) -> list[tuple[dict, dict]]:
         meter.collectives.clear()
         sent.clear()
 
+    (Path(folder) / "metrics").unlink(missing_ok=True)
     with (in_order((dist, "all_to_all_single", exchanged), (Log, "write", restart), (Log, "begin", restart)),
           patch.object(Log, "metrics", counted_metrics), meter):
         runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}")

@@ -636,11 +636,24 @@ def test_a_run_with_another_setting_is_that_of_its_flag(section, name, values):
 def test_search_prints_the_best_with_their_rate_per_gpu_and_whether_they_fit(capsys):
     flags = "--preset tiny --seq-len 512 --global-batch 64 --zero 1"
     found, _ = search.search(run_for(f"{flags} --grid auto", 4), 4, dict(zero=1))
-    _, _, first, _, *rows, last = printed(capsys, f"search {flags} --gpus 4").splitlines()
-    assert f" {len(found)} settings fit" in first and last.startswith("others fell: ")
+    _, _, first, _, *rows, steps, last = printed(capsys, f"search {flags} --gpus 4").splitlines()
+    assert f" {len(found)} settings fit" in first and last.startswith("others fell: ") and steps.startswith("a search")
     assert [row.split("  ")[-1] for row in rows] == [search.describe(best.run.settings) for best in found[:10]]
-    assert f"  {64 * 512 / found[0].seconds / 4:,.0f}  " in rows[0] and f"  {found[0].fits:.2f}  " in rows[0]
+    assert f"  {64 * 512 / found[0].seconds / 4:,.0f}  " in rows[0] and "  >0.99  " in rows[0] and found[0].fits > 0.99
+    assert all(f"{best.rank:.3f} s" in row for best, row in zip(found, rows))
     assert found[0]._replace(seconds=10.0, parts=dict(matmul=6.0, attention=3.0, bubble=1.0)).limit() == "attention 30%"
+
+
+def test_a_wrong_flag_may_mean_one_of_the_planner():
+    for line, says in (("step --num-gpus 8", "did you mean --gpus?"), ("step --pricing 2", "did you mean --price?"),
+                       ("step --epochs 2", "give --steps; "), ("step --norm-ep 1", "did you mean --norm-eps?")):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            plan.__main__.main(line.split())
+
+
+@pytest.mark.parametrize("probability, printed", [(1.0, ">0.99"), (0.9949, ">0.99"), (0.99, "0.990"), (0.5, "0.500")])
+def test_no_fit_is_printed_as_certain(probability, printed):
+    assert search.shown(probability) == printed
 
 
 TINY_RUNS = "16 sequences of 256 tokens, 4,096 tokens per step"
@@ -656,7 +669,7 @@ TINY_RUNS = "16 sequences of 256 tokens, 4,096 tokens per step"
 def test_the_batch_is_printed_and_a_default_of_the_tiny_run_is_pointed_at(capsys, command, flags, line):
     batch, machine, *_ = printed(capsys, f"{command} --gpus 2 {flags}").splitlines()
     assert batch == f"batch    {line}"
-    assert machine == "machine  2 x h100, 80 GiB each; kernels: of this project (--kernels auto)"
+    assert machine == "machine  2 x h100, 2 per node, 85.90 GB each; kernels: of this project (--kernels auto)"
 
 
 def test_a_step_is_as_accurate_as_runs_of_its_kind_that_were_held_out(capsys, monkeypatch):
@@ -947,7 +960,7 @@ def test_a_gpu_that_nobody_knows_is_planned_by_its_peak_and_memory(capsys):
     assert (machine.peak(), machine.best_matmul(), machine.memory_bytes) == (1e14, 0.8e14, 24 * 2**30)
     assert machine.memory_bandwidth == pytest.approx(1e14 * 3.35 / 989) and machine.has_fp8()  # an H100's per FLOP
     out = printed(capsys, "step --machine mine --peak-tflops 100 --memory-gb 24")
-    assert "machine  1 x mine, 24 GiB each" in out and machine.assumed in out and "of 100 TFLOP/s" in out
+    assert "machine  1 x mine, 1 per node, 25.77 GB each" in out and machine.assumed in out and "of 100 TFLOP/s" in out
     assert "assumed, not measured: matmuls at 80% of the peak; PCIe 4 at 80% of 31 GB/s per GPU; " in machine.assumed
     large = machines.read_machine("RTX-4090", memory_gb=48.0)
     assert (large.memory_bytes, large.peak()) == (48 * 2**30, 165.2e12)
@@ -1021,7 +1034,7 @@ def test_the_grid_that_is_chosen_is_the_best_one_that_was_found():
     found, _ = searched()
     best, second, *_ = found
     assert reason.startswith(f"{search.describe(settings)}: of {len(found)} settings ")
-    assert f" fits with probability {best.fits:.2f}, limit {best.limit()}; next " in reason
+    assert f" fits with probability {search.shown(best.fits)}, limit {best.limit()}; next " in reason
     assert reason.endswith(f"{search.describe(second.run.settings)}, {second.seconds:.3g} s")
     again = rules.parse([*MODEL.split(), *search.describe(best.run.settings).split()], 16)
     assert (settings.grid, settings.batch, settings.precision) == (again.grid, again.batch, again.precision)

@@ -125,6 +125,7 @@ def folder(tmp_path_factory):
 @cache
 def run(folder, flags: str) -> tuple[list[dict], Meter]:
     """The metrics of every step that do not depend on time, and what was counted."""
+    (folder / "metrics").unlink(missing_ok=True)
     with Meter(memory=False) as meter:
         runs.run(f"{MODEL} --data {folder}/train.npy --metrics {folder}/metrics {flags}".format(folder=folder))
     kept = "step", "tokens", "loss", "grad_norm", "lr", "val_loss", "aux_loss", "load_max_over_mean"

@@ -89,6 +89,7 @@ def test_what_a_run_says_to_do_next_can_be_pasted(pasted, tmp_path, monkeypatch,
     said = run([*f"{SMALL} --data {ROOT}/pp.py --steps 2 --metrics m.jsonl".split(), "--checkpoint-dir", "my run",
                 "--sample-prompt", "it's"])
     first, second = said.splitlines()[-2:]
+    assert "\nsaved my run/step-000002\n" in said
     assert first.startswith("next    ") and second.startswith("        ")
     pasted(second)
     printed, saved = capsys.readouterr().out, tmp_path / "my run"
@@ -128,6 +129,7 @@ def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tup
     """(metrics, what was printed) of a run on each grid, (ranks, flags): the same numbers to 1e-10, the same text."""
     found = []
     for i, (ranks, grid) in enumerate(grids):
+        (folder / str(i)).unlink(missing_ok=True)
         first, *others = pool.run(ranks, runs.run, flags=f"{SMALL} {flags} {grid} --metrics {folder / str(i)}")
         assert not any(others)
         found.append((metrics(folder / str(i)), first))
