@@ -220,7 +220,7 @@ def test_a_token_of_another_vocabulary_is_refused_before_the_first_step(pool, tm
 
 @pytest.mark.parametrize("content, says", [
     ("{", ": is no tokenizer.json: "), (tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 300}, "a")).to_str(),
-                                        ": has the token 300, outside of 0..299: raise --vocab, or give "
+                                        ": has the token 300, outside of 0..299: raise --vocab to 301, or give "
                                         "--sample-prompt=")])
 def test_a_tokenizer_that_could_not_be_used_is_refused_before_the_first_step(tmp_path, content, says):
     np.save(tmp_path / "tokens.npy", np.zeros(1000, np.uint16))
@@ -366,7 +366,7 @@ def test_only_the_first_rank_says_that_it_takes_long_and_nobody_afterwards(monke
 
 @pytest.mark.parametrize("noise, line", [
     ([(9e9, 1), (9e9, 1), (1e4, 1), (2e4, 2), (float("nan"), 1), (6e4, 3)], "of the last 3 steps: 15,000 tokens"),
-    ([(1, 1), (-3, 2)], "of the last 1 steps: 0 tokens"), ([(1, 1), (3, -2)], ""), ([(float("nan"), 1)], "")])
+    ([(1, 1), (-3, 2)], "of the last 1 step: 0 tokens"), ([(1, 1), (3, -2)], ""), ([(float("nan"), 1)], "")])
 def test_the_last_lines_are_of_the_whole_run_and_of_the_noise_in_its_second_half(capsys, noise, line):
     end = log.Log(rules.parse(["--dtype", "fp32"]), grids.NO_GROUPS, torch.device("cpu"))
     end.close(3, 99)  # prints nothing, as nothing has been trained yet
