@@ -17,10 +17,11 @@ soon as a gradient is complete, while backward computes the others. A bucket is 
 parameters, which one collective reduces.
 
 Symbols: n ranks of the data axis. For most parameters the data axis is "dp", which includes the context parallel ranks;
-for experts it is "edp" (core/groups.py). P parameters. A unit is the embedding, a block, or the head. Every parameter
-has a `spec` (core/param.py): its name, its global shape, and the axes of the grid on which it lies.
+for experts it is "edp" (core/groups.py). It is not the axis named "data" of train.py, which spans all replicas. P
+parameters. A unit is the embedding, a block, or the head. Every parameter has a `spec` (core/param.py): its name, its
+global shape, and the axes of the grid on which it lies.
 
-Saves: time. n ranks compute n times as many sequences per step.
+Saves: time. n ranks process n times as many tokens per step.
 Costs: 2 (n-1)/n P elements sent per rank and step. The size of the batch does not matter.
 Stops helping when: the reduction takes longer than the backward that hides it, or a larger batch no longer reduces the
 number of steps (the critical batch size).
@@ -33,7 +34,7 @@ Easily got wrong:
   this. A Bucket counts gradients instead.
 - The order. All ranks must reduce the same buffers in the same order. They have the same buffers, because the order of
   the parameters in the model determines which of them share a bucket. They start the reductions in the order in which
-  the buckets are complete. This order is the same, because the ranks of a data axis have the same layers and run the
+  the buckets are complete. This order is the same, because the ranks of a data axis hold the same layers and run the
   same schedule, so autograd computes their gradients in the same order.
 
 Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training, sections 3.2 and 4.2.
@@ -138,11 +139,11 @@ class Bucket:
         self.offset: dict[nn.Parameter, int] = {}  # where each parameter begins in it
         for param in self.params:
             self.offset[param] = self.numel
-            # Not param.numel(), because vocabulary shards may differ in size between tp ranks. zero.py also sums the
-            # gradients of norm weights over tp. It cuts shards from the offsets, so a norm weight must lie at the same
-            # offset on all tp ranks. The size of the largest vocabulary shard counts.
+            # Vocabulary shards may differ in size between tp ranks. Reserve the size of the largest one on every tp
+            # rank, so that the parameters after it have equal offsets: zero.py cuts its shards from the offsets, and
+            # sums the gradients of norm weights over tp shard by shard.
             self.numel += most_elements(param.spec, groups)
-            attach_sink(param, self)
+            attach_sink(param, self)  # registers a hook of param, which calls `ready` (core/gradients.py)
         self.grad: Tensor | None = None  # the buffer, allocated when it is first needed
         self.missing = 0  # gradients that are still to come in this step
         self.reducing: Pending | None = None  # the reduction, while it is running
@@ -194,7 +195,7 @@ def assign_to_buckets(units: Units, bucket_mb: float, groups: Groups,
                       kind: Callable[[Spec], Hashable] = lambda spec: None) -> list[dict[nn.Parameter, int]]:
     """Return the `params` of each Bucket: parameter -> its number of gradients per micro-batch.
 
-    A bucket has the parameters of consecutive units of one pipeline stage that agree in data axis and kind(spec). A
+    A bucket holds the parameters of consecutive units of one pipeline stage that agree in data axis and kind(spec). A
     bucket is closed at the end of the unit in which its gradients reach bucket_mb megabytes. With bucket_mb = 0 every
     unit has its own buckets. kind: separates parameters with different optimizers; zero.py passes Muon's.
 
@@ -292,9 +293,9 @@ def demo(group: Group) -> None:
               "Bytes that rank 0 has begun to send\nwhen the backward of a layer begins, and at the end:\n")
         print(" " * 13 + "".join(f"  layer {number}" for number in range(LAYERS, 0, -1)) + "      end  messages")
         print(*lines, sep="\n")
-        print("\nAll three compute the same gradients and send the same bytes. Backward can hide a message that begins "
-              "before\nits last layer, layer 1: none of the naive ones, 5 of 6, or 1 of 2. Of a model of 99 layers in "
-              "buckets of 3\nit can hide 32 of 33.")
+        print("\nAll three compute the same gradients and send the same bytes. A message can be hidden if it begins "
+              "before\nthe backward of layer 1: 0 of 6 (naive), 5 of 6 (per parameter), 1 of 2 (in buckets). With 99 "
+              "layers in\nbuckets of 3 it would be 32 of 33.")
 
 
 if __name__ == "__main__":

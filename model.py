@@ -43,6 +43,8 @@ instead (attention_by_window). And in
 `drop` frees h, and computes it again as norm(x) when the backward of y begins. Without --recompute, `recompute` only
 calls the block, and `drop` does nothing.
 
+On a first reading: Attention, FeedForward, Block and Llama.forward. Come back for the rest after tp.py and zero.py.
+
 Touvron et al. 2023 (Llama); Ainslie et al. 2023 (grouped queries).
 """
 import math
@@ -214,7 +216,9 @@ class Block(nn.Module):
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
 
     def attention_and_ffn(self, x: Tensor, context: ForwardContext) -> Tensor:
-        # `branch` returns x and norm(x). Both lead to the result; the norm's backward adds up their two gradients.
+        # `branch` returns x and norm(x). With a plain h = norm(x), autograd would sum the two gradients of x in a
+        # kernel of its own, which reads and writes [T/t, H] once more. Here the norm's kernel sums them in backward,
+        # and computes x + y in forward.
         x, h = self.attention_norm.branch(x)
         y = self.attention(h, context)
         context.recompute.drop(h, y, self.attention_norm, x)
@@ -272,7 +276,7 @@ class Stages(NamedTuple):
 
     layers_of_stage: each stage of this rank -> its layers.
     owners: the rank of every stage of the pipeline.
-    in_flight: the most pairs of a stage and a micro-batch whose activations this rank holds at once.
+    in_flight: the largest number of (stage, micro-batch) pairs whose activations this rank holds at once.
     """
     layers_of_stage: dict[int, range]
     owners: Sequence[int] = (0,)

@@ -32,10 +32,12 @@ Symbols: t ranks, T tokens of a micro-batch (all its sequences, flattened), H hi
          S       [T, R]    S_r    [T, R/t]    all
          Y       [T, C]    Y_r    [T, C/t]    all
 
-         Without sequence parallelism, all ranks have all tokens: read T/t as T. In a feed-forward
-         layer, R is C, or 2 C with SwiGLU. In attention, R counts the rows of wq, wk and wv
-         together. A rank has at least one head of wk and wv, which is more than R/t rows if t
-         exceeds the KV heads. In code, all variables are in lower case.
+Without sequence parallelism, all ranks have all tokens: read T/t as T. In a feed-forward layer, R
+is C, or 2 C with SwiGLU. In attention, R counts the rows of wq, wk and wv together. A rank has at
+least one head of wk and wv, which is more than R/t rows if t exceeds the KV heads.
+
+In code, all variables are in lower case. A layer's input is `x`: this is x with sequence
+parallelism, and X without it. The real column layer calls X `gathered`.
 
 Saves: A rank stores 1/t of the matrices of each pair (more of wk and wv if t exceeds the KV heads),
        of the embedding and of the head. It also stores 1/t of their gradients and optimizer states,
@@ -45,8 +47,8 @@ Costs: A layer has two pairs. They make 4 all-reduces of T H elements: 2 in forw
        backward. With sequence parallelism, 4 all-gathers and 4 reduce-scatters send as many bytes.
        2 more all-gathers fetch X in backward, and 2 more fetch dZ if backward is split.
        The embedding needs a g, the head an f, and the loss all-reduces 3 numbers per token.
-Stops helping when: Ranks are not on one fast network: every layer waits for communication. Or R/t
-       and C/t are too small for fast matmuls.
+Stops helping when: The ranks are not on one fast network, so every layer waits for communication;
+       or R/t and C/t are too small for fast matmuls.
 
 Easily got wrong: With sequence parallelism, norms see different tokens on each rank. The gradients
        of their weights are then terms of a sum over tp ranks (`along={"tp": "partial"}` in

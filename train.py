@@ -78,9 +78,10 @@ def train(run: job.Run) -> None:
     # groups: axis of the grid -> this rank's Group, the ranks that differ from it along this axis only. A group of one
     # rank communicates nothing. core/groups.py defines all axes. Besides pp, cp, tp and ep:
     #
-    #     data    the ranks that have different tokens, --dp x --cp. Losses and gradients are summed over them.
-    #     dp      not --dp: the ranks that ZeRO shards over. They are the ranks of "data", or with --dp-replicate the
-    #             ranks of one replica.
+    #     data    the ranks that have different tokens, --dp x --cp. Losses are summed over them, and so are all
+    #             gradients except those of experts, which are summed over the ranks that hold the same experts.
+    #     dp      the ranks that ZeRO shards over: all of "data", or one replica with --dp-replicate. (The flag --dp is
+    #             something else: it does not count context parallel ranks.)
     groups = build_groups(settings.grid, settings.model, settings.run.timeout)
     model = build_model(settings, groups, run.device)
     pipeline = build_pipeline(settings, groups, run.device)
@@ -155,7 +156,8 @@ def own_stages(settings: config.Config, group: Group) -> Stages:
     grid, batch = settings.grid, settings.batch
     max_micro_batches = max(sequences for sequences, _ in batch.ramp()) // batch.micro_batch // grid.batch_shares
     largest_plan = plan_of(grid, max_micro_batches)
-    # In every schedule that runs, a stage has the same rank for all micro-batches: look at micro-batch 0.
+    # A stage has the same rank for all micro-batches: look at micro-batch 0. (Only in dualpipe it has two ranks. That
+    # schedule is drawn, not run.)
     owners = [largest_plan.owner[stage, 0] for stage in range(largest_plan.stages)]
     own_layers = {stage: layers for stage, layers in enumerate(stages_of(settings)) if owners[stage] == group.rank}
     return Stages(own_layers, owners, in_flight=max(activations_held(largest_plan.ranks[group.rank])))
@@ -188,7 +190,7 @@ def multiply_in_fp8(model: Llama, settings: config.Config, groups: Groups) -> No
 def build_optimizer(settings: config.Config, model: Llama, groups: Groups) -> Optimizer:
     """Build the optimizer: the parameters in dp.py's buckets, sharded by zero.py, and their update rule.
 
-    It sums the gradients over the data axis while backward runs. All weights are zeros until its `load`.
+    It sums the gradients over the data parallel ranks while backward runs. All weights are zeros until its `load`.
     """
     grid, optim, precision = settings.grid, settings.optim, settings.precision
     # acc_dtype: the dtype in which values of a dtype are accumulated, at least fp32.

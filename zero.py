@@ -14,11 +14,12 @@ one shard of the gradient, updates this shard of the weights, and sends it to th
 optimizer state of its shard only. Level 2 keeps only the shard of the gradient after each micro-batch. Level 3 also
 gathers the weights of a unit before its forward, and again before its backward.
 
-Symbols: n ranks of the data axis ("dp", for experts "edp": core/groups.py). P parameters. A micro-batches per step. A
-unit is the embedding, a block, or the head. A bucket has the parameters of one or more units (dp.py). The papers call a
-level a stage. In this repository, "stage" means a pipeline stage.
+Symbols: n ranks of the data axis ("dp", for experts "edp": core/groups.py), which is not the axis named "data" of
+train.py. P parameters. A micro-batches per step. A unit is the embedding, a block, or the head. A bucket holds the
+parameters of one or more units (dp.py). The papers call a level a stage. In this repository, "stage" means a pipeline
+stage. "Whole" is the opposite of sharded: FSDP calls whole weights full or unsharded.
 
-When a rank has a whole tensor, and when only its shard of it:
+When a rank holds a whole tensor, and when only its shard of it:
 
     tensor            when                     level 0   level 1     level 2     level 3
     weights           between steps            whole     whole       whole       shard
@@ -44,7 +45,7 @@ Where to read: PlainLevel1 is level 1 in its simplest form. Everything else refi
     prefetch          The weights of the next unit are gathered while this one runs.   UnitWeights
     offload           The host keeps the optimizer state and updates it.               StateOnDevice; run/offload.py
     Muon              Matrices are updated whole, each by one rank.                    Optimizer; muon.py
-    clipping          The norm of a gradient of which each rank has a shard.           Optimizer
+    clipping          The norm of a gradient of which each rank holds a shard.          Optimizer
 
 Saves: all but 1/n of the optimizer state (level 1), also of the gradients (level 2), also of the weights (level 3).
 Costs: the elements sent, as above. Gradients are sent in fp32 or --reduce-dtype, weights in their dtype.
@@ -199,10 +200,10 @@ class ShardedBucket(Bucket):
         levels 1 to 3      the n ranks of the data axis  this rank only
         hybrid sharding    the n ranks of the data axis  the r ranks of the axis "replicate"
 
-    So in hybrid sharding the data axis has only the ranks of one replica, and n r ranks have different data.
+    So in hybrid sharding the data axis spans only the ranks of one replica, and n r ranks have different data.
 
-    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype. Suppose that
-        it differs. Then levels 0 and 1 (without replicas) hold a second copy of all gradients, in this dtype, until
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks, by default acc_dtype. If it differs,
+        level 0, and level 1 without hybrid sharding, hold a second copy of all gradients in this dtype until
         finish_step.
     offload: the class OffloadedState of run/offload.py, which is called with the bucket, or None for StateOnDevice.
     last_started: process group -> the bucket that last started a reduction on it. All buckets share this dict.
@@ -333,8 +334,9 @@ class ShardedBucket(Bucket):
             self.summing = None
             if total is not self.grad_shard:
                 self.grad_shard.copy_(total)
-        # Sum over other axes. With sequence parallelism, tensor parallel ranks have different tokens, so each has one
-        # term of the gradients of norm weights. Its gradient of a tied embedding is one term of the sum over "tie".
+        # Sum over other axes. With sequence parallelism, tensor parallel ranks have different tokens, so each computes
+        # one term of the gradients of norm weights. The first and the last pipeline stage each compute one term of a
+        # tied embedding's gradient (axis "tie").
         for spec, part in self.parts(self.grad_shard):
             for axis in spec.partial_axes:
                 all_reduce(part, self.groups[axis])
@@ -438,7 +440,7 @@ class Level2Bucket(ShardedBucket):
     Changed from level 1: a step has one reduction per micro-batch. Its result is added to grad_shard, a tensor of its
     own. `grad` is allocated at a micro-batch's first gradient (Bucket.main_grad), and freed when it has been reduced.
 
-    At most two buckets per data axis have a whole gradient: one is being reduced, and backward adds to the other. There
+    At most two buckets per data axis hold a whole gradient: one is being reduced, and backward adds to the other. There
     are three exceptions:
     - In a split backward (zero-bubble schedules) a bucket holds its buffer from the first gradient that is not deferred
       (a norm weight's) to the end of backward_weight, which computes the deferred ones (core/gradients.py).
@@ -704,7 +706,7 @@ class Optimizer:
 
     groups: axis -> group. It must have "world", "replicate" (of one rank without hybrid sharding), the data axes of
         the parameters and, for rule="muon", "muon".
-    bucket_mb: the size of a bucket (dp.py). Level 3 ignores it and uses 0, so that a bucket has the parameters of one
+    bucket_mb: the size of a bucket (dp.py). Level 3 ignores it and uses 0, so that a bucket holds the parameters of one
         unit.
     clip: the largest norm of the whole gradient; 0 for no clipping.
     moments_dtype: the dtype of the moments m and v. Default: the accumulation dtype.

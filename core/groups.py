@@ -35,13 +35,15 @@ need separately:
                                                     group ("expert data parallel") has copies of the same experts
 
 `AXES` defines every axis by the dimensions along which it lies. An axis may join several dimensions. Do not confuse the
-following three. In the figure they coincide, because it has one replica and no context parallelism:
+following four. In the figure they coincide, because it has one replica, no context parallelism and no experts:
 
     --dp        the flag: replicate x shard. The flag --dp-replicate is the number of replicas, 1 except in hybrid
                 sharding.
     axis dp     shard x cp, the ranks over which ZeRO shards. It includes the context parallel ranks, which have the
                 same weights and other tokens. Megatron calls this group intra_dp_cp.
     axis data   replicate x shard x cp, all ranks that have the same weights and other tokens. Megatron's dp_cp.
+    data axis   of a parameter: its `spec.data_axis` (core/param.py), the axis over which ZeRO shards it. This is the
+                axis dp, or edp for experts. It is never the axis data.
 
 With --sites (diloco.py) the outermost dimension is the site. All axes except "world" and "sites" then lie within a
 site. So the files of the techniques need not know of other sites. What they do with all ranks, they do with those of a

@@ -2,14 +2,14 @@
 
     python -m learn.puzzles --list              all of them, in the playbook's order
     python -m learn.puzzles ring-attention      a copy of the project in puzzles/ring-attention/ with that body empty;
-                                                the same again runs the test that judges what you wrote there
+                                                run the same command again to test your solution
     python -m learn.puzzles ring-attention --hint       the next hint
     python -m learn.puzzles ring-attention --reveal     what the repository has there
     python -m learn.puzzles bug-17              a copy with one line changed, and how a test fails: where is it?
 
-Your files are not touched: all is in puzzles/, or --in FOLDER. Bugs are those of tests/data/planted.toml. A test takes
-from a few seconds to a minute, and needs what requirements-test.txt lists. The exit code is 0 where there is nothing to
-mend, 1 while the test fails, and 2 where the command cannot be carried out.
+Your files are not touched: everything is in puzzles/, or --in FOLDER. Bugs are those of tests/data/planted.toml. A test
+takes from a few seconds to a minute, and needs what requirements-test.txt lists. The exit code is 0 if nothing is left
+to fix, 1 while the test fails, and 2 if the command cannot be carried out.
 """
 import argparse
 import ast
