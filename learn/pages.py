@@ -34,7 +34,7 @@ DEMOS = ROOT / "docs" / "demos.json"
 PICTURES = {"train.py": ["grid", "losses"], "dp.py": ["overlap"], "zero.py": ["memory"], "tp.py": ["layer"],
             "cp.py": ["zigzag"], "pp.py": ["timeline"], "schedules.py": ["schedules", "bubble", "zero-bubble"],
             "ep.py": ["experts"], "fp8.py": ["formats", "fp8"], "recompute.py": ["steps"], "flash.py": ["hierarchy"],
-            "learn/written_out.py": ["ring", "collectives"]}
+            "learn/written_out.py": ["ring", "collectives"]}  # each with its caption: see `captions`
 STYLE = """
 :root { --text: #1b1f24; --page: #fff; --side: #f6f8fa; --line: #d8dee4; --link: #0b5cad; --word: #a0209c;
         --text2: #59636e; --string: #0a6b3d; --number: #9a4a00 }
@@ -54,6 +54,7 @@ pre { margin: .3rem 0; font: 13px/1.45 ui-monospace, monospace; overflow-x: auto
 code { font: 0.9em ui-monospace, monospace } .reference { margin: .1rem 0; color: var(--text2); font-size: 14px }
 .n { color: var(--text2); user-select: none; display: inline-block; width: 3.2em } .k { color: var(--word) }
 .s { color: var(--string) } .d { color: var(--number) } .c { color: var(--text2) }
+figure { margin: .4rem 0 } ul { margin: .3rem 0; padding-left: 1.3rem }
 table { border-collapse: collapse } .index a { color: var(--link) }
 tr { border-top: 1px solid var(--line) } td, th { padding: .3rem .8rem .3rem 0; vertical-align: top; text-align: left }
 @media (max-width: 79.9rem) { .row { grid-template-columns: minmax(0, 1fr) } .code pre { font-size: 13px } }
@@ -188,6 +189,11 @@ def is_reference(line: str) -> bool:
     return bool(re.match(rf"(Sources?|References?): |([A-Z][\w -]*: )?{authors} \d{{4}}([,;.]| \(|$)", line))
 
 
+def is_entry(line: str) -> bool:
+    """Whether a line begins an entry of a list."""
+    return line.startswith("- ")
+
+
 def paragraph_html(lines: list[str], render: Callable[[str], str]) -> str:
     """A paragraph, or references, each of them on its own line. render: makes HTML of text without line breaks."""
     text = " ".join(line.strip() for line in lines)
@@ -200,11 +206,18 @@ def paragraph_html(lines: list[str], render: Callable[[str], str]) -> str:
 
 
 def prose_html(lines: list[str], names: dict[str, Name]) -> str:
-    """The HTML of prose: its paragraphs, indented lines as they are, and one line per reference. `names` are links."""
+    """The HTML of prose: its paragraphs, lists, indented lines as they are, and one line per reference.
+
+    names: those that become links.
+    """
     out, paragraph, block = [], [], []
 
     def flush() -> None:
-        if paragraph:
+        if paragraph and is_entry(paragraph[0]):
+            text = " ".join(paragraph).removeprefix("- ")
+            before = out.pop().removesuffix("</ul>") if out and out[-1].endswith("</ul>") else "<ul>"
+            out.append(f"{before}<li>{inline(text, names)}</li></ul>")
+        elif paragraph:
             out.append(paragraph_html(paragraph, partial(inline, names=names)))
         while block and not block[-1].strip():
             block.pop()
@@ -226,7 +239,8 @@ def prose_html(lines: list[str], names: dict[str, Name]) -> str:
             block.append(line)
         elif line.strip():
             goes_on = bool(paragraph) and is_reference(paragraph[0])
-            if block or re.match(r"([A-Z][\w ]*:|- )", line) or (is_reference(line) and not goes_on):
+            ends_entry = bool(paragraph) and is_entry(paragraph[0]) and not line.startswith(" ")
+            if block or re.match(r"([A-Z][\w ]*:|- )", line) or (is_reference(line) and not goes_on) or ends_entry:
                 flush()
             paragraph.append(line.strip())
         else:
@@ -287,6 +301,19 @@ def page(title: str, body: str) -> str:
             f"{body}</body></html>\n")
 
 
+@cache
+def captions() -> dict[str, str]:
+    """Picture -> the docstring of the function of learn/pictures.py that draws it.
+
+    The file is read, not imported: importing it needs matplotlib and torch.
+    """
+    body = ast.parse((ROOT / "learn" / "pictures.py").read_text()).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    table = next(node.value for node in body
+                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PICTURES")
+    return {key.value: ast.get_docstring(functions[call.args[0].id]) for key, call in zip(table.keys, table.values)}
+
+
 def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) -> str:
     source, names = (ROOT / file).read_text(), names_seen(file, everywhere)
     lines = code_html(source, names)
@@ -299,8 +326,9 @@ def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) ->
         if i == 0:
             for name in PICTURES.get(file, []):
                 data = b64encode((ROOT / "docs" / "pictures" / f"{name}.svg").read_bytes()).decode()
-                body.append(f'<div class="row wide"><div class="prose"><img alt="{name}" '
-                            f'src="data:image/svg+xml;base64,{data}"></div></div>')
+                body.append(f'<div class="row wide"><div class="prose"><figure><img alt="{name}" '
+                            f'src="data:image/svg+xml;base64,{data}"><figcaption>'
+                            f'{prose_html(captions()[name].splitlines(), {})}</figcaption></figure></div></div>')
     if file in demos["outputs"]:
         body.append(f'<div class="row wide"><div class="prose"><h2>What it prints ({demos["date"]})</h2><pre>'
                     f'{escape(demos["outputs"][file], quote=False)}</pre></div></div>')
