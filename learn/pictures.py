@@ -286,7 +286,11 @@ def scaling() -> Figure:
 # ---- how techniques work --------------------------------------------------------------------------------------------
 
 def overlap() -> Figure:
-    """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits."""
+    """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits.
+
+    F3, B3: the forward and the backward of layer 3. R3: the reduction of its gradient over the ranks. w3: the gather of
+    its weights. k1: the next shard of keys and values.
+    """
     run = step_time.run_of(dict(preset="llama-3.1-8b", dp=32, cp=2, zero=1, seq_len=16384, global_batch=256,
                                 micro_batch=1,
                               machine="h100"))
@@ -308,7 +312,7 @@ def overlap() -> Figure:
         return out
 
     ready = [(4 + 2 * (i + 1)) * forward for i in layers]  # gradients of layer 3 - i
-    names = [f"g{3 - i}" for i in layers]
+    names = [f"R{3 - i}" for i in layers]
     rows.append(("data parallelism: all-reduce of gradients under backward", compute + chain(ready, reduce, names)))
     rows.append(("ZeRO-1: weights gathered under the next forward, reduce-scatter of gradients under backward", compute
                  + chain([0.0] * 4, gather, [f"w{i}" for i in layers])
