@@ -121,6 +121,25 @@ def test_emphasis_is_shown_and_no_product_is_emphasis(text, shown):
     assert pages.prose_html([text], {}) == f"<p>{shown or text}</p>"
 
 
+@pytest.mark.parametrize("text, shown", [
+    ("A:\n- one\n  goes on: and on\n- *two*", "<p>A:</p><ul><li>one goes on: and on</li><li><em>two</em></li></ul>"),
+    ("- one\n\n- two\nAfter.", "<ul><li>one</li><li>two</li></ul><p>After.</p>"),
+    ("- one\n\nBetween.\n\n- two", "<ul><li>one</li></ul><p>Between.</p><ul><li>two</li></ul>"),
+    ("- one\n\n    a - b\n- two", "<ul><li>one</li></ul><pre>    a - b</pre><ul><li>two</li></ul>"),
+    ("n - 1\n-1 is less", "<p>n - 1 -1 is less</p>")])
+def test_lines_that_begin_with_a_dash_are_a_list(text, shown):
+    assert pages.prose_html(text.splitlines(), {}) == shown
+
+
+def test_under_every_picture_is_its_caption(made):
+    """tests/test_pictures.py compares the captions with the functions that draw."""
+    for file, names in pages.PICTURES.items():
+        page = made[pages.page_of(file)]
+        figures = re.findall(r'<figure><img alt="([\w-]+)" .*?<figcaption>(.*?)</figcaption>', page)
+        shown = [(name, re.findall(r"\w+", html.unescape(re.sub(r"<[^>]+>", " ", text)))) for name, text in figures]
+        assert shown == [(name, re.findall(r"\w+", pages.captions()[name])) for name in names], file
+
+
 @pytest.mark.parametrize("lines, references", [
     (["Li et al. 2020, sections 3.2 and 4.2."], ["Li et al. 2020, sections 3.2 and 4.2."]),
     (["Sources: a.py; Hwu, Kirk & El Hajj, GPUs (a; b); Llama Team", "2024."],
@@ -173,7 +192,7 @@ def test_each_line_is_on_its_page_once_as_prose_or_as_code_and_prose_is_escaped(
         for number, line in zip(code, found):
             text = html.unescape(re.sub(r"<[^>]+>", "", line[1])).removesuffix("</pre></div></div>")
             assert text == lines[number - 1], (file, number)
-        shown = re.findall(r'<div class="prose">(?!<img|<h2>What it prints)(.*?)</div>', page, re.S)
+        shown = re.findall(r'<div class="prose">(?!<figure|<h2>What it prints)(.*?)</div>', page, re.S)
         names, prose = pages.names_seen(file, everywhere), [line for row in rows for line in row.prose]
         assert shown == [pages.prose_html(row.prose, names) for row in rows], file
         others = [re.sub('^r"""', "", line) for number, line in enumerate(lines, 1) if number not in code]

@@ -1,4 +1,5 @@
 """Pictures: as many files as functions, small and well-formed, and drawn from what the code says."""
+import inspect
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -7,6 +8,7 @@ import pytest
 
 import ep
 from learn import pictures
+from learn.pages import captions
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,6 +22,10 @@ def test_every_picture_is_there_small_and_well_formed():
     pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "RUNNING.md").read_text()
     shown = set(re.findall(r"pictures/([\w-]+)\.svg\)", pages))
     assert shown == set(files)
+
+
+def test_the_captions_of_the_pages_are_the_docstrings_of_what_draws():
+    assert captions() == {name: inspect.getdoc(picture.draw) for name, picture in pictures.PICTURES.items()}
 
 
 LONG = {name for name, picture in pictures.PICTURES.items() if picture.seconds > 2}  # most of them train
