@@ -36,7 +36,11 @@ class Puzzle(NamedTuple):
     function: str  # or Class.method
     test: str  # that fails without the body and passes with it
     hints: tuple[str, ...]
+    also: tuple[str, ...] = ()  # more tests, of what the docstring says and `test` does not see
 
+
+WAITED_FOR = "tests/test_zero.py::test_every_collective_is_waited_for_before_its_tensors_are_used"
+HOPS_HIDE = "tests/test_tp.py::test_every_hop_of_the_ring_hides_under_the_matmul_of_a_shard"
 
 PUZZLES = {
     "boxes": Puzzle("core/param.py", "boxes", "tests/test_param.py::test_a_flat_range_is_a_few_boxes_in_order", (
@@ -45,39 +49,57 @@ PUZZLES = {
     "drop": Puzzle("recompute.py", "drop",
                    "tests/test_recompute.py::test_views_of_a_dropped_result_are_refilled", (
                        "untyped_storage().resize_(0) frees memory under tensors that stay valid.",
-                       "A hook on the gradient of `until` runs before the backward that reads `out`.")),
+                       "A hook on the gradient of `until` runs before the backward that reads `out`."), (
+                           "tests/test_recompute.py::"
+                           "test_nothing_is_dropped_in_other_modes_nor_where_no_backward_follows",
+                           "tests/test_recompute.py::test_dropped_results_take_no_memory_but_where_backward_is_and_are_"
+                           "refilled_once_for_all_who_saved_them")),
     "bucket": Puzzle("dp.py", "Bucket.ready",
                      "tests/test_dp.py::test_a_step_sends_2P_once_whatever_the_micro_batches", (
                          "The bucket knows how many gradients are still missing in this step.",)),
     "assign": Puzzle("dp.py", "assign_to_buckets",
                      "tests/test_dp.py::test_whole_units_share_a_bucket_until_it_is_large_enough", (
                          "Fill a bucket per data axis, unit by unit; close it when its gradients reach bucket_mb.",
-                         "A parameter of several units, or with a tie, is a bucket of its own.")),
+                         "A parameter of several units, or with a tie, is a bucket of its own."), (
+                             "tests/test_dp.py::test_what_is_shared_or_different_is_apart",
+                             "tests/test_dp.py::test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it")),
     "reduction": Puzzle("zero.py", "ShardedBucket.continue_reduction",
                         "tests/test_zero.py::test_micro_batches_are_summed_in_fp32_whatever_is_sent", (
                             "If a reduce-scatter is running, wait for it and give its result to put_into_shard.",
-                            "`reduced` counts the results of this step. After the last, start the all-reduce.")),
+                            "`reduced` counts the results of this step. After the last, start the all-reduce."), (
+                                "tests/test_zero.py::test_a_hybrid_sums_over_replicas_what_a_rank_owns_once",
+                                f"{WAITED_FOR}[4---zero 1 --dp-replicate 2]")),
     "norm": Puzzle("zero.py", "ShardedBucket.squared_norm",
                    "tests/test_zero.py::test_clipping_scales_the_whole_gradient_to_the_limit", (
-                       "Each element is owned by one rank of those that hold it: `owns` says whether by this one.",)),
+                       "Each element is owned by one rank of those that hold it: `owns` says whether by this one.",), (
+                           f"{WAITED_FOR}[2---tp 2]", f"{WAITED_FOR}[4---zero 1 --dp-replicate 2]")),
     "column": Puzzle("tp.py", "Column.backward", "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
         "Start to gather X, compute dX, start to reduce it, add the weight's gradient: see the timeline above it.",
-        "start_weight_grad starts to gather X. The function that it returns waits for X and adds the gradient.")),
+        "start_weight_grad starts to gather X. The function that it returns waits for X and adds the gradient."), (
+            "tests/test_tp.py::test_in_the_column_layers_backward_a_matmul_lies_between_each_start_and_its_wait",
+            HOPS_HIDE, "tests/test_tp.py::test_fp8_hides_the_same_exchanges")),
     "row": Puzzle("tp.py", "Row.forward", "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
-        "Each rank has a term of Z: `tp.reduce` sums them.",)),
+        "Each rank has a term of Z: `tp.reduce` sums them.",), (
+            "tests/test_tp.py::test_products_in_bf16_are_rounded_once", HOPS_HIDE)),
     "async-tp": Puzzle("tp.py", "matmul_reduce_scatter",
                        "tests/test_tp.py::test_a_pair_of_matrices_equals_the_dense_one", (
-                           "A shard's sum starts at the rank after its owner and reaches the owner after n-1 hops.",)),
+                           "A shard's sum starts at the rank after its owner and reaches the owner after n-1 hops.",),
+                       (HOPS_HIDE,)),
     "zig-zag": Puzzle("cp.py", "own_chunks", "tests/test_cp.py::test_every_token_is_at_one_place", (
-        "2c chunks: one from the front and one from the back for each rank.",)),
+        "2c chunks: one from the front and one from the back for each rank.",), (
+            "tests/test_cp.py::test_blocks_cover_every_visible_score_once_and_work_is_equal",)),
     "merge": Puzzle("cp.py", "merge", "tests/test_cp.py::test_attention_by_blocks_equals_attention_at_once", (
         "The new logsumexp is that of both; each result is weighted by exp(its logsumexp - the new one).",)),
     "ring-attention": Puzzle("cp.py", "ring", "tests/test_cp.py::test_attention_by_blocks_equals_attention_at_once", (
-        "Start to send what you have and to receive the previous rank's before you yield.",)),
+        "Start to send what you have and to receive the previous rank's before you yield.",), (
+            "tests/test_cp.py::test_keys_are_sent_while_those_before_them_are_used",)),
     "engine": Puzzle("pp.py", "Engine.run", "tests/test_pp.py::test_bytes_alive_at_every_action_are_the_plans", (
-        "For each item of this rank's program: receive, compute, send; wait for the sends at the end.",)),
+        "For each item of this rank's program: receive, compute, send; wait for the sends at the end.",), (
+            "tests/test_pp.py::test_an_output_is_freed_at_once_and_what_is_sent_when_it_has_left",)),
     "1f1b": Puzzle("schedules.py", "one_f_one_b", "tests/test_pp.py::test_four_ranks_as_drawn_by_hand", (
-        "Some forwards of warmup, then forward and backward in turns, then the backwards that are left.",)),
+        "Some forwards of warmup, then forward and backward in turns, then the backwards that are left.",
+        "Forwards go through n micro-batches of one chunk, then through the same n of the next chunk."), (
+            "tests/test_pp.py::test_the_order_is_that_of_torch",)),
     "bubble": Puzzle("schedules.py", "bubble", "tests/test_pp.py::test_bubbles_are_those_of_the_formulas", (
         "The rank that works least is idle for the rest of the step.",)),
     "held": Puzzle("schedules.py", "activations_held",
@@ -182,19 +204,19 @@ def copy(puzzle: Puzzle | dict, folder: Path) -> None:
                     else load_passages().replace(source, puzzle["symbol"], puzzle["old"], puzzle["new"]))
 
 
-def test_of(puzzle: Puzzle | dict) -> str:
-    return puzzle.test if isinstance(puzzle, Puzzle) else puzzle["test"]
+def tests_of(puzzle: Puzzle | dict) -> list[str]:
+    return [puzzle.test, *puzzle.also] if isinstance(puzzle, Puzzle) else [puzzle["test"]]
 
 
 def judge(puzzle: Puzzle | dict, folder: Path) -> tuple[bool, str]:
-    """(whether the test passes, the last lines that it prints). Raises ValueError if it has not ended after five
+    """(whether the tests pass, the last lines that they print). Raises ValueError if they have not ended after five
     minutes, which is the case where a rank waits for ever."""
-    test = test_of(puzzle)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "", test]
+    tests = tests_of(puzzle)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "", *tests]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{test}: has not ended after five minutes; perhaps a rank waits for ever") from None
+        raise ValueError(f"{', '.join(tests)}: not ended after five minutes; perhaps a rank waits for ever") from None
     lines = (done.stdout + done.stderr).rstrip().splitlines()  # pytest complains of flags and of conftest.py on stderr
     passes = done.returncode == 0 and re.search(r"\b[1-9]\d* passed", done.stdout)  # 0 also where all were skipped
     return bool(passes), "\n".join(lines[-25:])
@@ -215,7 +237,7 @@ def attempt(name: str, puzzle: Puzzle | dict, asked: argparse.Namespace) -> int:
         print(f"{folder}: {task}, then run this command again")
         if not is_bug:
             return 0
-    print(f"running {test_of(puzzle)} in {folder}, which takes from a few seconds to a minute", flush=True)
+    print(f"running {', '.join(tests_of(puzzle))} in {folder}, which takes from a few seconds to a minute", flush=True)
     passes, printed = judge(puzzle, folder)
     if not passes:
         print(f"{printed}\nnot solved yet; for a hint: {command} {name} --hint{where}")
