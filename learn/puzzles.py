@@ -99,7 +99,8 @@ PUZZLES = {
     "1f1b": Puzzle("schedules.py", "one_f_one_b", "tests/test_pp.py::test_four_ranks_as_drawn_by_hand", (
         "Some forwards of warmup, then forward and backward in turns, then the backwards that are left.",
         "Forwards go through n micro-batches of one chunk, then through the same n of the next chunk."), (
-            "tests/test_pp.py::test_the_order_is_that_of_torch",)),
+            "tests/test_pp.py::test_interleaving_takes_the_smallest_possible_group_and_of_one_chunk_is_1f1b",
+            "tests/test_pp.py::test_the_order_is_that_of_torch")),
     "bubble": Puzzle("schedules.py", "bubble", "tests/test_pp.py::test_bubbles_are_those_of_the_formulas", (
         "The rank that works least is idle for the rest of the step.",)),
     "held": Puzzle("schedules.py", "activations_held",
