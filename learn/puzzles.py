@@ -102,7 +102,8 @@ PUZZLES = {
             "tests/test_pp.py::test_interleaving_takes_the_smallest_possible_group_and_of_one_chunk_is_1f1b",
             "tests/test_pp.py::test_the_order_is_that_of_torch")),
     "bubble": Puzzle("schedules.py", "bubble", "tests/test_pp.py::test_bubbles_are_those_of_the_formulas", (
-        "The rank that works least is idle for the rest of the step.",)),
+        "The rank that works least is idle for the rest of the step.",), (
+            "tests/test_pp.py::test_stages_may_take_different_times",)),
     "held": Puzzle("schedules.py", "activations_held",
                    "tests/test_pp.py::test_activations_held_are_those_of_the_formulas", (
                        "A forward holds one more, a backward frees one; of a split one only the second half does.",)),
