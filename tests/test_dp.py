@@ -46,6 +46,9 @@ def test_what_is_shared_or_different_is_apart():
                 groups=NO_GROUPS | {"ep": ALONE, "edp": ALONE})
     last.weights.append(first.weights[0])
     assert names(assign_to_buckets({0: [first, last]}, 25, {})) == [["table"], ["twin"], ["a", "b"], ["expert"]]
+    units = [Unit(Spec(f"{i}.matrix", (3, 3)), Spec(f"{i}.vector", (3,))) for i in range(2)]
+    apart = [["0.matrix", "1.matrix"], ["0.vector", "1.vector"]]
+    assert names(assign_to_buckets({0: units}, 25, {}, kind=lambda spec: len(spec.shape))) == apart
 
 
 def test_a_parameter_gets_a_gradient_from_each_stage_that_uses_it():

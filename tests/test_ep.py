@@ -409,6 +409,20 @@ def test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped()
     assert router.bias.tolist() == [-0.5, 0.5, 0.25, 0.0]
 
 
+def test_loads_are_summed_over_every_group_and_compared_within_their_layer(monkeypatch):
+    """Groups of two and of three ranks with equal loads, in place of which there are their sizes."""
+    monkeypatch.setattr(ep, "all_reduce", lambda sums, size: sums.mul_(size))
+    model, balance = config.Model(experts=2, top_k=1), ep.Balance(router_bias_rate=1.0)
+    routers = [ep.Router(name, torch.nn.Parameter(torch.eye(2)), model, balance) for name in "ab"]
+    for router, load in zip(routers, ([3, 1], [50, 70])):
+        router.load.copy_(torch.tensor(load))
+        router.loss.fill_(0.25)
+    worst, loss = ep.update_biases(routers, (2, 3))
+    assert worst == 3 / 2 and loss == 2 * 3 * (0.25 + 0.25)
+    assert [router.bias.tolist() for router in routers] == [[-1, 1], [1, -1]]
+    assert not any(router.load.any() or router.loss for router in routers)
+
+
 def test_the_losses_carry_the_scale_of_fp16():
     """Every gradient is multiplied by it, or what balance asks for would shrink to nothing."""
     grads = []

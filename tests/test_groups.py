@@ -1,4 +1,5 @@
 """Process groups: few calls however many ranks, none twice for the same members, a link for each pair that sends."""
+from itertools import product
 from types import SimpleNamespace
 
 import grids
@@ -17,6 +18,15 @@ from schedules import SCHEDULES, Transfer, make_plan, with_transfers
 
 EVERY_AXIS = ("--layers 32 --heads 16 --kv-heads 4 --head-dim 6 --hidden 40 --vocab 97 --experts 8 --cp 2 --tp 8 "
               "--pp 4 --zero 1 --dp-replicate 2 --ep 2 --schedule interleaved --micro-batch 1 --data " + __file__)
+
+
+@pytest.mark.parametrize("along", [["dp"], ["pp"], ["tp"], ["pp", "tp"], ["pp", "dp", "tp"], []])
+def test_ranks_of_a_group_differ_only_along_its_dimensions(along):
+    sizes, found = dict(pp=2, dp=3, tp=4), {}
+    for rank, place in enumerate(product(range(2), range(3), range(4))):
+        others = tuple(n for name, n in zip(sizes, place) if name not in along)
+        found.setdefault(others, []).append(rank)
+    assert groups.groups_along(sizes, *along) == list(found.values())
 
 
 @pytest.mark.parametrize("world", [128, *slow(16384)])

@@ -236,6 +236,8 @@ def test_backwards_that_memory_depends_on_hold_most():
 
 
 def test_activations_held_are_those_of_the_formulas():
+    by_hand = [Action(op, 0, k) for op, k in (("F", 0), ("F", 1), ("I", 0), ("F", 2), ("W", 0), ("B", 1), ("I", 2))]
+    assert activations_held(by_hand) == [1, 2, 2, 3, 2, 1, 1]
     for p, m in [(p, m) for p, m in VALID if m >= 2 * p]:
         def most(schedule, v=0, n=0, p=p, m=m):
             plan = make_plan(schedule, p, m, v, n)
