@@ -115,10 +115,13 @@ PUZZLES = {
         "Look at `unpermute`: it is the inverse.",)),
     "balance": Puzzle("ep.py", "update_biases",
                       "tests/test_ep.py::test_biases_move_by_the_rate_once_a_step_and_not_at_all_when_it_is_skipped", (
-                          "An expert with more than the mean load moves down by the rate, one with less up.",)),
+                          "An expert with more than the mean load moves down by the rate, one with less up.",), (
+                              "tests/test_ep.py::"
+                              "test_loads_are_summed_over_every_group_and_compared_within_their_layer",)),
     "grid": Puzzle("core/groups.py", "groups_along",
                    "tests/test_groups.py::test_axes_with_the_same_ranks_share_a_group_unless_they_are_busy_together", (
-                       "Ranks whose other coordinates are equal are a group.",)),
+                       "Ranks whose other coordinates are equal are a group.",), (
+                           "tests/test_groups.py::test_ranks_of_a_group_differ_only_along_its_dimensions",)),
     "quantise": Puzzle("fp8.py", "to_fp8",
                        "tests/test_fp8.py::test_what_is_too_large_becomes_the_largest_and_nan_stays", (
                            "E4M3 has no infinity: clamp before the cast, or what is too large becomes NaN.",)),
