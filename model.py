@@ -84,18 +84,6 @@ class ForwardContext(NamedTuple):
     next_tokens: Tensor | None = None  # [B, s], the token after each; None without multi-token prediction
 
 
-def table_spec(config: Model, name: str) -> Spec:
-    """Return the Spec of the embedding's or the head's table.
-
-    The first and the last pipeline stage both have the table if embedding and head are tied, or if multi-token
-    prediction reads the embedding. The table's gradient is then the sum of both stages' gradients, over the axis "tie".
-
-    matrices=0 says that the parameter has no matrix for Muon. AdamW updates it, as usual for tables (muon.py).
-    """
-    tie = {"tie": "partial"} if config.tied or (config.mtp and name == "embedding") else {}
-    return Spec(name, (config.vocab, config.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)
-
-
 def output_std(config: Model) -> float:
     """Return the initial std of matrices that write to the residual stream.
 
@@ -254,6 +242,18 @@ class Head(nn.Module):
         if ahead is None:
             return y
         return torch.stack((y, self.vocabulary(ahead, context.tp, labels[1], loss_grad[1])))
+
+
+def table_spec(config: Model, name: str) -> Spec:
+    """Return the Spec of the embedding's or the head's table.
+
+    The first and the last pipeline stage both have the table if embedding and head are tied, or if multi-token
+    prediction reads the embedding. The table's gradient is then the sum of both stages' gradients, over the axis "tie".
+
+    matrices=0 says that the parameter has no matrix for Muon. AdamW updates it, as usual for tables (muon.py).
+    """
+    tie = {"tie": "partial"} if config.tied or (config.mtp and name == "embedding") else {}
+    return Spec(name, (config.vocab, config.hidden), {"tp": 0} | tie, std=INIT_STD, matrices=0)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
