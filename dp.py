@@ -118,8 +118,8 @@ class Bucket:
     """Parameters that are reduced together, and the flat buffer of their gradients, in fp32 or wider.
 
     A bucket is the *sink* of its parameters (core/gradients.py): every backward pass adds the gradient of a parameter
-    to main_grad(param), then calls ready(param). The bucket counts these calls. The last one of a step starts the
-    reduction, and finish_step waits for it.
+    to main_grad(param), then a hook calls ready(param). The bucket counts these calls. The last one of a step starts
+    the reduction, and finish_step waits for it.
 
     params: parameter -> its number of gradients per micro-batch, in the order of the buffer. This number is 1, or more
         if several pipeline stages of this rank use the parameter: each stage has a backward pass of its own. All

@@ -58,7 +58,7 @@ def parse(arguments: list[str], world: int = 1) -> Config:
     need(resume in ("", "auto") or not flags.get("init_from"),
          f"--resume {resume}: has weights, so leave out --init-from; only auto, which may find none, goes with it")
     resumed = resumed_run(resume, flags.get("checkpoint_dir", ""))
-    if resumed:  # with another number of ranks, too: the data axis fills
+    if resumed:  # with another number of ranks, too: dp=-1 takes all that the other axes leave
         model, owner = resumed["model"], "the checkpoint's"
         inherited = resumed["settings"] | dict(dp=-1) | preset_of(flags, model["preset"])
     else:

@@ -121,8 +121,8 @@ def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Te
 def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups: Groups, device: torch.device) -> None:
     """Print how the model continues --sample-prompt, or with --sample-chat, how it answers.
 
-    The first rank of the data axis, with its tp and pp partners, can do this alone, unless ZeRO-3 or expert parallelism
-    shards weights over the data axis: then all ranks take part.
+    The first rank of the axis "data", with its tp and pp partners, can do this alone, unless ZeRO-3 or expert
+    parallelism shards weights over data parallel ranks: then all ranks take part.
     """
     asked = settings.run
     if groups["data"].rank == 0 or settings.grid.zero == 3 or settings.grid.ep > 1:
