@@ -22,8 +22,10 @@ def test_a_puzzle_has_its_function_and_its_test(name):
     node = puzzles.function_in(empty, puzzle.function)
     assert ast.get_docstring(node) == ast.get_docstring(puzzles.function_in(source, puzzle.function))
     assert BLANK in empty and len(node.body) == 1 + bool(ast.get_docstring(node))
-    file, test = puzzle.test.split("::")
-    assert f"def {test}(" in (ROOT / file).read_text() and puzzle.hints
+    assert puzzle.hints and puzzles.tests_of(puzzle) == [puzzle.test, *puzzle.also]
+    for each in puzzles.tests_of(puzzle):
+        file, test = each.partition("[")[0].split("::")
+        assert f"def {test}(" in (ROOT / file).read_text(), each
 
 
 @pytest.mark.parametrize("name", slow(*PUZZLES))
@@ -34,6 +36,35 @@ def test_an_empty_body_fails(name, tmp_path):
     empty = puzzles.blanked(source, puzzle.function)
     outcome, printed = planted.run_with(tmp_path, puzzle.file, empty, puzzle.test)
     assert outcome == "failed" and "this is the puzzle" in printed, f"{outcome}\n{printed[-2000:]}"
+
+
+HALF_SOLVED = [  # puzzle, code of the solution, what is there instead: the puzzle's first test does not see it
+    ("drop", "if not until.requires_grad:\n        return", "pass"), ("drop", "storage.resize_(0)", "pass"),
+    ("drop", "hook.remove()", "pass"),
+    ("assign", "stages_with[param]", "1"), ("assign", ' or "tie" in param.spec.along', ""),
+    ("assign", "key = param.spec.data_axis, kind(param.spec)", "key = kind(param.spec)"),
+    ("assign", "key = param.spec.data_axis, kind(param.spec)", "key = param.spec.data_axis"),
+    ("reduction", "if self.reduced == self.reductions:", "if False:"),
+    ("balance", "(mean - loads)", "(loads.mean() - loads)"), ("bubble", "end - min(", "end - max("),
+    ("engine", "sending = [pending for pending in sending if not pending.completed()]", "pass"),
+    ("grid", "transpose(*outer, *inner)", "transpose(*inner, *outer)"),
+    ("norm", "if self.owns(spec):", "if True:"),
+    ("async-tp", "incoming, total, group)", "incoming, total, group)\n        pending.wait()"),
+    ("zig-zag", "return i, 2 * c - 1 - i", "return 2 * i, 2 * i + 1"),
+    ("ring-attention", "yield kv\n        #", "receiving.wait()\n        yield kv\n        #"),
+    ("1f1b", "for chunk in range(v):", "for chunk in range(1):"), ("1f1b", "range(0, m, n)", "range(0, m, m)")]
+
+
+@pytest.mark.parametrize("name, old, new", slow(*HALF_SOLVED))
+def test_half_a_solution_is_refused(name, old, new, tmp_path):
+    puzzle = PUZZLES[name]
+    source = (ROOT / puzzle.file).read_text()
+    solution = ast.get_source_segment(source, puzzles.function_in(source, puzzle.function))
+    assert solution.count(old) == 1
+    half = source.replace(solution, solution.replace(old, new))
+    outcomes = [planted.run_with(tmp_path / str(number), puzzle.file, half, test)[0]
+                for number, test in enumerate(puzzle.also)]
+    assert {"failed", "hung"} & {*outcomes}, outcomes
 
 
 def test_what_is_written_is_judged_and_hints_come_one_at_a_time(tmp_path, capsys):
@@ -82,11 +113,15 @@ def test_each_puzzle_is_followed_by_another_until_the_last_bug():
     ("import pytest\n\ndef test(): pytest.skip()", "1 skipped"),
     ("def test(): assert 1 == 2", "1 failed"), ("def test(:", "SyntaxError"), ("", "no tests ran")])
 def test_only_a_test_that_passes_is_a_solution(tmp_path, test, says):
+    """So must all the tests that a puzzle has."""
     (tmp_path / "test_it.py").write_text(test)
     passes, printed = puzzles.judge(PUZZLES["boxes"]._replace(test="test_it.py"), tmp_path)
     assert not passes and says in printed
     (tmp_path / "test_it.py").write_text("def test(): pass")
     assert puzzles.judge(PUZZLES["boxes"]._replace(test="test_it.py"), tmp_path)[0]
+    (tmp_path / "test_more.py").write_text("def test(): assert 3 == 4")
+    passes, printed = puzzles.judge(PUZZLES["boxes"]._replace(test="test_it.py", also=("test_more.py",)), tmp_path)
+    assert not passes and "assert 3 == 4" in printed
 
 
 def test_without_pytest_a_line_says_what_to_install(tmp_path):
