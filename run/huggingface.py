@@ -525,7 +525,11 @@ def check_export(settings: Any) -> None:
     if target:
         need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
                                           "exported")
-        need(rate == 0 or "router.bias" in ARCHITECTURES[exportable(settings.model)].names,
+        try:
+            names = ARCHITECTURES[exportable(settings.model)].names
+        except ValueError as error:
+            raise ValueError(f"--export-hf {target}: {error}") from None
+        need(rate == 0 or "router.bias" in names,
              f"--export-hf with --router-bias-rate {rate}: this model's class of transformers has no biases of routers")
         need(os.path.realpath(target) != os.path.realpath(settings.run.init_from or os.devnull),
              f"--export-hf {target}: is the folder of --init-from")
