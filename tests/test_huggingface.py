@@ -920,7 +920,9 @@ def test_a_tokenizer_is_copied_with_every_file_that_transformers_reads_and_nothi
     ("--export-hf model --checkpoint-dir run --init-from model", "--export-hf model: is the folder of --init-from"),
     ("--export-hf hf", "--export-hf hf: needs --checkpoint-dir, whose last checkpoint is exported"),
     ("--export-hf hf --checkpoint-dir run --preset tiny-moe --router-bias-rate 0.01",
-     "--export-hf with --router-bias-rate 0.01: this model's class of transformers has no biases")])
+     "--export-hf with --router-bias-rate 0.01: this model's class of transformers has no biases"),
+    ("--export-hf hf --checkpoint-dir run --preset tiny-moe --shared-experts 1",
+     r"--export-hf hf: no class of transformers computes this model: MixtralForCausalLM has no --shared-experts 1 \(")])
 def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, says, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published("llama"), "model")
