@@ -178,7 +178,15 @@ class Architecture(NamedTuple):
     defaults: dict[str, Any]
     names: dict[str, str] = NAMES  # of weights
     fixed: dict[str, Any] = {}  # of config.Model's fields, those that config.json does not name
-    only: dict[str, tuple] = {}  # the values that this class computes, of fields without an `only` for all classes
+    limits: dict[str, tuple] = {}  # the values that this class computes, of fields without an `only` for all classes
+
+    @property
+    def has_experts(self) -> bool:
+        return "router" in self.names
+
+    @property
+    def is_latent(self) -> bool:
+        return "attention.w_kv_down" in self.names
 
 
 def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
@@ -307,7 +315,8 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
     where: the file, for messages. only: the values that are allowed, () for all; by default FIELDS'.
     """
     field, value = FIELDS[name], config.get(name, default)
-    only, (example, words) = field.only if only is None else only, KINDS[field.kind]
+    only = field.only if only is None else only
+    example, words = KINDS[field.kind]
     numbers = field.kind in (int, float, list[int])
     fits = is_of_kind(value, example)
     if fits and numbers:
@@ -328,12 +337,12 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
     """The fields of config.json that a class of transformers reads. Raises ValueError for a value that our model does
     not compute, in whichever field."""
     only = {name: field.only for name, field in FIELDS.items() if field.only and name not in architecture.defaults}
-    only |= {"model_type": (architecture.model_type,)} | architecture.only
+    only |= {"model_type": (architecture.model_type,)} | architecture.limits
     if "layer_types" not in architecture.defaults:  # which this class ignores
         only["layer_types"] = (None,)
     for name, values in only.items():
         read_field(config, name, values[0], where, values)
-    return {name: read_field(config, name, default, where, architecture.only.get(name, ()))
+    return {name: read_field(config, name, default, where, architecture.limits.get(name, ()))
             for name, default in architecture.defaults.items()}
 
 
@@ -359,8 +368,8 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     if "attention_bias" in settings:
         model["qkv_bias"] = settings["attention_bias"]
     if architecture.model_type == "smollm3":
-        model |= read_layers_without_rope(settings, where)
-    model |= read_rope(config, rope, architecture.names is DEEPSEEK_NAMES, where)
+        model["no_rope_every"], settings["layer_types"] = read_layers_without_rope(settings, where)
+    model |= read_rope(config, rope, architecture.is_latent, where)
     return model | read_window(settings, where) | architecture.fixed
 
 
@@ -418,7 +427,7 @@ def rope_of(model: Any) -> dict[str, Any] | None:
     return rope
 
 
-def read_layers_without_rope(settings: dict[str, Any], where: str) -> dict[str, int]:
+def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int, list[str]]:
     """no_rope_every, from SmolLM3's list, which has 0 for a layer without rotary embedding, or from its interval."""
     layers, rotated, every = settings["num_hidden_layers"], settings["no_rope_layers"], 0
     if rotated is None:
@@ -429,10 +438,10 @@ def read_layers_without_rope(settings: dict[str, Any], where: str) -> dict[str, 
         every = without[0] + 1
         need(without == list(range(every - 1, layers, every)),
              f"{where}: no_rope_layers {rotated}: must have 0 for every N-th layer, and 1 for the others")
-    if settings["layer_types"] is None:  # SmolLM3 has its window in the layers without rotary embedding
-        settings["layer_types"] = ["full_attention" if layer not in without else "sliding_attention"
-                                   for layer in range(layers)]
-    return dict(no_rope_every=every)
+    kinds = settings["layer_types"]
+    if kinds is None:  # SmolLM3 has its window in the layers without rotary embedding
+        kinds = ["sliding_attention" if layer in without else "full_attention" for layer in range(layers)]
+    return every, kinds
 
 
 def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | None:
@@ -468,9 +477,9 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
     """The content of config.json for a config.Model: the inverse of model_fields."""
-    model_type, settings, *_, only = ARCHITECTURES[architecture]
+    theirs = ARCHITECTURES[architecture]
     values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours} | {
-        **{name: first for name, (first, *_) in only.items()},
+        **{name: first for name, (first, *_) in theirs.limits.items()},
         "sliding_window": model.window or None,
         "use_sliding_window": model.window > 0,
         "max_window_layers": 0,
@@ -483,9 +492,10 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
         "no_rope_layers": [int(model.has_rope(layer)) for layer in range(model.layers)],
         "no_rope_layer_interval": model.no_rope_every or model.layers + 1,
     }
-    if "num_local_experts" in settings:  # Mixtral's, which have no other width
+    if "num_local_experts" in theirs.defaults:  # Mixtral's, which have no other width
         values["intermediate_size"] = model.expert_ffn
-    config = {"architectures": [architecture], "model_type": model_type} | {field: values[field] for field in settings}
+    config = {"architectures": [architecture], "model_type": theirs.model_type}
+    config |= {field: values[field] for field in theirs.defaults}
     if rope := rope_of(model):
         config["rope_scaling"] = rope
     if model.rope_type == "dynamic":
@@ -493,7 +503,7 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
     return config
 
 
-def exportable(model: Any) -> str:
+def class_for_export(model: Any) -> str:
     """The class of transformers that computes this config.Model: the first whose config.json is read as the same model.
 
     Raises ValueError if there is none, with the settings that each class has not.
@@ -504,9 +514,9 @@ def exportable(model: Any) -> str:
     if model.rope_fast_turns == FAST_TURNS.get(model.rope_type):
         ours["rope_fast_turns"] = 0.0  # auto
     default = {f.name: f.default for f in fields(model)}
-    kind, refusals = (model.experts > 0, model.kv_lora_rank > 0), []
+    refusals = []
     for name, architecture in ARCHITECTURES.items():
-        if kind != (architecture.names is not NAMES, architecture.names is DEEPSEEK_NAMES):
+        if (architecture.has_experts, architecture.is_latent) != (model.experts > 0, model.kv_lora_rank > 0):
             continue
         theirs = default | model_fields(config_of(model, name), name)
         missing = [f"{flag(field)} {value} (only {theirs[field]})" for field, value in ours.items()
@@ -526,7 +536,7 @@ def check_export(settings: Any) -> None:
         need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
                                           "exported")
         try:
-            names = ARCHITECTURES[exportable(settings.model)].names
+            names = ARCHITECTURES[class_for_export(settings.model)].names
         except ValueError as error:
             raise ValueError(f"--export-hf {target}: {error}") from None
         need(rate == 0 or "router.bias" in names,
@@ -559,16 +569,17 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
     names = [name for weight in weights_of(model) for name in names_stored(weight, stored)]
     wanted = dict.fromkeys(name.format(e=e) for name in names for e in range(model.experts if "{e}" in name else 1))
     missing = [name for name in wanted if name not in stored.files]
-    ahead = prediction_block(stored)
-    need(not ahead or not model.mtp or allow_mismatch,
-         f"{folder}: has {some(ahead)} of a block for multi-token prediction that reads the last layer's result after "
-         "the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give --allow-mismatch to "
-         "draw the block's first weights")
-    unused = sorted(key for name, (_, key) in stored.files.items() if name.removesuffix(SCALES) not in wanted
-                    and name not in ahead and not name.endswith(".rotary_emb.inv_freq"))
+    mtp_names = prediction_block(stored)
+    need(not mtp_names or not model.mtp or allow_mismatch,
+         f"{folder}: has {some(mtp_names)} of a block for multi-token prediction that reads the last layer's result "
+         "after the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give "
+         "--allow-mismatch to initialise the block at random")
     own_head = stored.tied and has_own_head(stored)
+    known = {*wanted, *mtp_names}
     if model.tied and stored.tied and not own_head:  # a head, if there is one, is a copy
-        unused = [key for key in unused if key != stored.files.get(NAMES["head"], ("", ""))[1]]
+        known.add(NAMES["head"])
+    unused = sorted(key for name, (_, key) in stored.files.items() if name not in known
+                    and name.removesuffix(SCALES) not in known and not name.endswith(".rotary_emb.inv_freq"))
     extra = f"has {some(unused)}, which the model does not use" if unused else ""
     need(not missing, f"{folder}: has no tensor {some(missing)}, which the model asks for{extra and '; ' + extra}")
     need(not unused or allow_mismatch, f"{folder}: {extra}: give --allow-mismatch to leave out what it does not")
@@ -581,8 +592,8 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
 
 def prediction_block(stored: Stored) -> list[str]:
     """The names of DeepSeek-V3's weights for multi-token prediction, which transformers leaves out, too."""
-    layers = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
-    return sorted(name for name in stored.files if name.startswith(layers))
+    prefixes = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
+    return sorted(name for name in stored.files if name.startswith(prefixes))
 
 
 def some(names: list[str]) -> str:
@@ -592,8 +603,9 @@ def some(names: list[str]) -> str:
 def names_stored(name: str, stored: Stored) -> list[str]:
     """`names_on_disk` in this folder, where experts may be fused, and the head may have a tied embedding's name or the
     other way round."""
-    names, head, embedding = names_on_disk(name, stored.architecture), NAMES["head"], NAMES["embedding"]
-    if name.partition(".experts.")[1] or name.endswith(".router"):
+    names = names_on_disk(name, stored.architecture)
+    head, embedding = NAMES["head"], NAMES["embedding"]
+    if ".experts." in name or name.endswith(".router"):
         fused = names_on_disk(name, stored.architecture, FUSED_NAMES)
         return fused if fused[0] in stored.files else names
     if stored.tied and names in ([head], [embedding]) and names[0] not in stored.files:
@@ -710,7 +722,8 @@ def weights_in(folder: str) -> Stored:
     found = {}
     for key, file in files.items():
         name = plain_name(key)
-        need(name not in found, f"{folder}: has {found.get(name, '  ')[1]} and {key}, which are names of one weight")
+        if name in found:
+            raise ValueError(f"{folder}: has {found[name][1]} and {key}, which are names of one weight")
         found[name] = file, key
     return Stored(folder, architecture, tied is True, found, read_quantization(config, where))
 
@@ -753,9 +766,9 @@ def is_inside(path: str) -> bool:
 def special_tokens(path: str) -> dict[str, str]:
     """bos_token and eos_token as they are published beside a tokenizer.json, as far as there are any."""
     found = {}
-    for name in SPECIAL_TOKENS:  # what the last file says counts
+    for file in SPECIAL_TOKENS:  # what the last file says counts
         try:
-            content = json.loads((Path(path).parent / name).read_text(encoding="utf-8"))
+            content = json.loads((Path(path).parent / file).read_text(encoding="utf-8"))
             tokens = {name: content.get(name) for name in ("bos_token", "eos_token")}
         except (OSError, ValueError, AttributeError):
             continue
@@ -789,31 +802,29 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     seq: the longest sample that was trained, in tokens; max_position_embeddings is this or the published one.
     write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it.
     together: calls a function on all ranks, and returns its result when all have done so.
-    Raises ValueError for what `exportable` refuses, and for a folder that cannot be written to.
+    Raises ValueError for what `class_for_export` refuses, and for a folder that cannot be written to.
     """
     import torch
-    architecture, torch_dtype = exportable(model), getattr(torch, DTYPES[dtype])
+    architecture = class_for_export(model)
+    torch_dtype = getattr(torch, DTYPES[dtype])
     specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
     shards = plan_shards(specs, architecture, torch_dtype, shard_bytes)
 
-    def begin() -> tuple[dict[str, Any], dict[str, Any]]:
+    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
         os.makedirs(folder, exist_ok=True)
         if rank > 0:
             return {}, {}
-        theirs, generation = published_json(published)  # read first: it may be in the same folder
-        longest = theirs.get("max_position_embeddings", 0)
-        longest = max(seq, longest) if is_of_kind(longest, 1) else seq
-        # All TOKENS are written: transformers' defaults of those that are absent are Llama 2's.
-        # Dynamic rotary scaling begins at a max_position_embeddings of its own, which is in config_of.
-        config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
-        config |= dict.fromkeys(TOKENS) | (tokens or {})
-        generation |= {name: config[name] for name in TOKENS if config[name] is not None}
-        Path(folder, "config.json").unlink(missing_ok=True)
-        return config, generation
+        contents = json_of_export(model, architecture, dtype, published, tokens or {}, seq)
+        Path(folder, "config.json").unlink(missing_ok=True)  # after reading: `published` may be the same folder
+        return contents
+
+    config, generation = together(prepare)
 
     def write_shards() -> None:
         for file in list(shards)[rank::world]:
             write_shard(os.path.join(folder, file), shards[file], source, torch_dtype)
+
+    together(write_shards)
 
     def write_others() -> None:
         if rank == 0:
@@ -826,9 +837,21 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
             unfinished.write_text(json.dumps(config, indent=2))
             unfinished.rename(Path(folder, "config.json"))
 
-    config, generation = together(begin)
-    together(write_shards)
     together(write_others)
+
+
+def json_of_export(model: Any, architecture: str, dtype: str, published: str, tokens: dict[str, Any],
+                   seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of config.json and generation_config.json. The arguments are those of `export`."""
+    theirs, generation = published_json(published)
+    longest = theirs.get("max_position_embeddings", 0)
+    longest = max(seq, longest) if is_of_kind(longest, 1) else seq
+    # With dynamic rotary scaling, config_of has a max_position_embeddings, which wins: the scaling begins there.
+    config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
+    # Write all TOKENS, even null: for absent ones transformers would use Llama 2's.
+    config |= dict.fromkeys(TOKENS) | tokens
+    generation |= {name: config[name] for name in TOKENS if config[name] is not None}
+    return config, generation
 
 
 def write_index(folder: str, shards: dict[str, dict[str, tuple[Spec, Box]]], dtype: torch.dtype) -> None:
@@ -846,9 +869,12 @@ def write_index(folder: str, shards: dict[str, dict[str, tuple[Spec, Box]]], dty
 def published_json(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of config.json and generation_config.json in a published model's folder; {} where there is none."""
     need(not folder or os.path.isdir(folder), f"{folder}: there is no such folder")
-    paths = [os.path.join(folder, name) for name in ("config.json", GENERATION)] if folder else []
-    config, generation = [read_json(path) if os.path.isfile(path) else {} for path in paths] or ({}, {})
-    return config, generation
+
+    def read(name: str) -> dict[str, Any]:
+        path = os.path.join(folder, name)
+        return read_json(path) if folder and os.path.isfile(path) else {}
+
+    return read("config.json"), read(GENERATION)
 
 
 def published_tokens(folder: str) -> dict[str, list[int]]:
@@ -918,7 +944,8 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
         tensors[name] = values.reshape(box_shape(box)[-2:]).contiguous()
     try:
         save_file(tensors, path + ".tmp", metadata={"format": "pt"})
-        os.umask(mask := os.umask(0))  # there is no other way to ask for it
+        mask = os.umask(0)  # there is no other way to ask for it
+        os.umask(mask)
         os.chmod(path + ".tmp", 0o666 & ~mask)  # safetensors lets nobody else read its files
         os.replace(path + ".tmp", path)
     except (OSError, SafetensorError) as error:

@@ -492,7 +492,7 @@ def what_next(run: Run) -> list[str]:
             prompt = asked.sample_prompt if asked.sample_prompt.isprintable() else ""
             others.append(f"python -m run.generate {folder} --prompt {shlex.quote(prompt or 'The ')}{anyway}")
         with contextlib.suppress(ValueError):  # for a model that no class of transformers has
-            huggingface.exportable(run.settings.model)
+            huggingface.class_for_export(run.settings.model)
             others.append(f"python -m run.checkpoint export {folder} {quoted(f'{asked.checkpoint_dir}-hf')}")
     if os.path.isfile(asked.metrics):
         others.append(f"python -m learn.pictures loss {quoted(asked.metrics)}")
