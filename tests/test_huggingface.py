@@ -944,7 +944,7 @@ def test_an_export_that_could_not_be_written_is_refused_before_the_run(flags, sa
     ("--preset deepseek-v3", "DeepseekV3ForCausalLM"), ("--preset kimi-k2 --q-lora-rank 0", "DeepseekV3ForCausalLM")])
 def test_the_class_of_an_export_has_what_the_model_uses(flags, architecture, tmp_path):
     model = rules.parse(f"--data {__file__} {flags}".split()).model
-    assert huggingface.exportable(model) == architecture
+    assert huggingface.class_for_export(model) == architecture
 
 
 @pytest.mark.parametrize("flags, named", [
