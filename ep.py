@@ -192,34 +192,34 @@ class Copies(NamedTuple):
                       sorted by destination: rank 0 | rank 1
         copies        a  c | a  b
         cells         0  4 | 1  3      the cell that asks for each copy
-        tokens        0  2 | 0  1      the item of each copy, that is the row of its cell: cell // w
+        items         0  2 | 0  1      the item of each copy, that is the row of its cell: cell // w
 
                       sorted by item: a | b | c
-        by_token      0  2 | 3 | 1     indices of copies: a has copies 0 and 2, b has copy 3, c has copy 1
-        starts        0      2   3     where each item begins in by_token
+        by_item       0  2 | 3 | 1     indices of copies: a has copies 0 and 2, b has copy 3, c has copy 1
+        starts        0      2   3     where each item begins in by_item
 
     permute and unpermute are transposes of each other, so each is the other's derivative.
     """
     cells: Tensor  # [C], the table's cell that asks for each copy
     width: int  # w
-    by_token: Tensor  # [C], the indices of the copies, sorted by item
-    starts: Tensor  # [N], where each item begins in by_token
+    by_item: Tensor  # [C], the indices of the copies, sorted by item
+    starts: Tensor  # [N], where each item begins in by_item
 
     @property
-    def tokens(self) -> Tensor:
+    def items(self) -> Tensor:
         """[C], the item of each copy. It is recomputed at each use, because keeping it would take 8 bytes per copy."""
         return self.cells // self.width
 
     def permute(self, x: Tensor) -> Tensor:
         """Copy items: [N, D] -> [C, D]."""
-        return x[self.tokens]
+        return x[self.items]
 
     def unpermute(self, x: Tensor) -> Tensor:
         """Sum the copies of each item: [C, D] -> [N, D], in a fixed order, accumulated in at least fp32."""
-        y = try_kernel(x, lambda kernels: kernels.sum_rows(x, self.by_token, self.starts))
+        y = try_kernel(x, lambda kernels: kernels.sum_rows(x, self.by_item, self.starts))
         if y is None:
             # An embedding bag is a sum of rows of a table. Here x is the table, and each item is a bag of copies.
-            y = torch.embedding_bag(x.contiguous(), self.by_token, self.starts, mode=0)[0]  # mode 0 sums each bag
+            y = torch.embedding_bag(x.contiguous(), self.by_item, self.starts, mode=0)[0]  # mode 0 sums each bag
         return y
 
 
@@ -234,9 +234,9 @@ def sort_copies(table: Tensor, destinations: int, C: int) -> Copies:
     is_copy = (table >= 0) & (table < destinations)
     cells = table.where(is_copy, destinations).flatten().argsort(stable=True)  # cells that ask for no copy come last
     cells = cells[:C].clone()  # a view would keep all N w alive
-    by_token = (cells // w).argsort(stable=True)
-    per_token = is_copy.sum(1)  # copies of each item
-    return Copies(cells, w, by_token, per_token.cumsum(0) - per_token)
+    by_item = (cells // w).argsort(stable=True)
+    per_item = is_copy.sum(1)  # copies of each item
+    return Copies(cells, w, by_item, per_item.cumsum(0) - per_item)
 
 
 @dataclass
@@ -256,12 +256,13 @@ class Route:
 
     @property
     def rows_per_expert(self) -> list[int]:
-        """How many rows each of this rank's experts has. If there is one rank, the first call makes the host wait for
-        the device, so what can read `ends` there should."""
+        """How many rows each of this rank's experts has. On one rank, the first read makes the host wait for the
+        device: use `ends` where you can."""
         if self.counted is None:
-            load, (T, k) = self.ends.diff(prepend=self.ends.new_zeros(1)), self.chosen.shape
+            load = self.ends.diff(prepend=self.ends.new_zeros(1))
+            T, k = self.chosen.shape
             counts = torch.cat((load.new_tensor([T]), load))[None]
-            *_, self.counted = exchange_counts(counts, T, k, self.group)
+            *_, self.counted = exchange_counts(counts, T, k, self.group)  # run/dryrun.py replaces this function
         return self.counted
 
     def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
@@ -580,13 +581,13 @@ def grouped_matmul(x: Tensor, matrices: Tensor, route: Route) -> Tensor:
     return torch.cat([rows @ matrix for rows, matrix in zip(x.split(route.rows_per_expert), matrices)])
 
 
-def fits_grouped_mm(x: Tensor) -> bool:
-    """Whether F.grouped_mm takes this operand of grouped_matmul: bf16, with rows at multiples of 16 bytes.
+def fits_grouped_mm(operand: Tensor) -> bool:
+    """Return whether F.grouped_mm takes this operand of grouped_matmul: bf16, with rows at multiples of 16 bytes.
 
-    If `matrices` is transposed, its rows in memory are `in` = x.shape[-1] elements apart. That size is
-    checked too, because grouped_matmul checks both operands.
+    A transposed `matrices` has a row stride of `in`, not of its last dimension. `in` is checked as
+    the last dimension of the other operand, x.
     """
-    return x.dtype == torch.bfloat16 and x.storage_offset() % 8 == 0 and x.shape[-1] % 8 == 0
+    return operand.dtype == torch.bfloat16 and operand.storage_offset() % 8 == 0 and operand.shape[-1] % 8 == 0
 
 
 # ---- the router -----------------------------------------------------------------------------------------------------
@@ -887,14 +888,14 @@ def show_exchanges(group: Group) -> None:
     sums = torch.stack((torch.zeros(()).double(), expected.abs().sum()))  # of differences, and of expected values
     if group.rank == 0:
         print("\n    forward and backward        collectives   bytes that rank 0 sends")
-    for title, way in {"plain, expert by expert": plain, "real, by a route": real}.items():
+    for title, way in {"plain, expert by expert": plain, "real, with a route": real}.items():
         sums[0] += (run(way) - expected).abs().sum()
         if group.rank == 0:
             calls, nbytes = collectives.calls[group.axis], collectives.sent[group.axis]
             print(f"    {title:24s} {calls:14d} {nbytes:18d}")
     all_reduce(sums, group)
     if group.rank == 0:
-        print("\nBy a route, all experts share a collective, and a token is sent to a rank once, even if the rank\n"
+        print("\nWith a route, all experts share a collective, and a token is sent to a rank once, even if the rank\n"
               "has several of its experts. One rank with all experts computes the same results and gradients.\n"
               f"Relative difference: {sums[0] / sums[1]:.0e}\n")
 

@@ -42,7 +42,8 @@ class KVCache:
         return k, v
 
 
-def shares(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+def next_token_probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0,
+                             top_p: float = 1.0) -> torch.Tensor:
     """Return the probabilities [B, V] of the next token, from its logits [B, V]: softmax(logits / temperature), and 0
     for all but the likeliest tokens.
 
@@ -65,7 +66,9 @@ def shares(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: floa
 @torch.no_grad()
 def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float = 0.8, seed: int = 0, top_k: int = 0,
            top_p: float = 1.0, ends: Sequence[Sequence[int]] = (), together: Group = ALONE) -> torch.Tensor:
-    """Tokens [B, S] continued by at most `count` tokens, each drawn from `shares`. model: a model.Llama.
+    """Continue tokens [B, S] by at most `count` tokens, each drawn from `next_token_probabilities`.
+
+    model: a model.Llama.
 
     temperature 0 takes the likeliest token. ends: sequences of tokens. When every row has had one, no token follows.
     together: the other ranks that call it, besides those of tp and pp. All get the token that its first rank draws:
@@ -74,11 +77,13 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
     """
     for module in model.modules():
         vars(module).pop("mm", None)  # the class has the plain one
-    generator, cache, new = torch.Generator().manual_seed(seed), KVCache(), tokens
+    generator = torch.Generator().manual_seed(seed)
+    cache, new = KVCache(), tokens
     vocab, tp, pp = model.config.vocab, model.tp.group, model.groups.get("pp", ALONE)
     prompt, ended = tokens.shape[1], [False] * len(tokens)
     for _ in range(count):
-        logits, own = torch.zeros(len(tokens), vocab, device=tokens.device), next_logits(model, new, cache)
+        logits = torch.zeros(len(tokens), vocab, device=tokens.device)
+        own = next_logits(model, new, cache)
         if own is not None:
             logits[:, shard_slice(vocab, tp.size, tp.rank)] = own[:, -1].float()
         all_reduce(logits, tp)  # every rank has its part, and zeros
@@ -86,8 +91,8 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
         if temperature == 0:
             new = logits.argmax(-1, keepdim=True)
         else:
-            drawn_from = shares(logits, temperature, top_k, top_p).cpu()
-            new = torch.multinomial(drawn_from, 1, generator=generator).to(tokens)
+            probabilities = next_token_probabilities(logits, temperature, top_k, top_p).cpu()
+            new = torch.multinomial(probabilities, 1, generator=generator).to(tokens)
         if together.size > 1:
             new = new if together.rank == 0 else torch.zeros_like(new)
             all_reduce(new, together)
@@ -106,7 +111,8 @@ def end_in(tokens: list[int], ends: Sequence[Sequence[int]]) -> int:
 
 def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
     """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
-    group, owners, x = model.groups.get("pp", ALONE), model.owners, None
+    group, owners = model.groups.get("pp", ALONE), model.owners
+    x = None
     for stage in model.layers_of_stage:
         if stage and owners[stage - 1] != group.rank:
             x = torch.empty(model.boundary_shape(tokens, sequence=False), dtype=model.execution.dtype,
@@ -132,14 +138,17 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
         tokens = sample(model, torch.tensor([prompt], device=device), asked.sample_tokens, asked.sample_temperature,
                         asked.sample_seed, asked.sample_top_k, asked.sample_top_p, ends, together)[0].tolist()
         if groups["world"].rank == 0:
-            begin = len(prompt) if asked.sample_chat else 0 if codec.separator is None else 1
+            if asked.sample_chat:
+                begin = len(prompt)
+            else:
+                begin = 0 if codec.separator is None else 1  # leave out the separator that prompt() puts first
             stop = len(tokens) - end_in(tokens[len(prompt):], ends)
             text = codec.decode(tokens[begin:stop])  # whose control characters would ring and erase
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
 
 
-USAGE = ("python -m run.generate CKPT --prompt TEXT [--chat] [--temperature T] [--top-k K] [--top-p P] "
-         "[flags of train.py]")
+USAGE = ("python -m run.generate CKPT --prompt TEXT [--chat] [--max-tokens N] [--temperature T] [--top-k K] "
+         "[--top-p P] [--seed N] [flags of train.py]")
 
 
 @dataclass
