@@ -15,7 +15,7 @@ from core.collectives import Group
 from run import cli, generate, tokenizing
 from run.chat import CHATML_MARKERS
 from run.data import Corpus
-from run.generate import end_in, sample, shares
+from run.generate import end_in, next_token_probabilities, sample
 from run.tokenizing import BYTES_SEPARATOR, Codec
 from test_model import SMALL, architecture, filled
 
@@ -34,7 +34,8 @@ def by_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p:
     (0.3, 0.8, 2.0), (0, 1, 5, 99), (1.0, 0.95, 0.5, 1e-9))])
 def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     logits = 3 * torch.randn(20, 61, dtype=torch.float64)
-    found, want = shares(logits, temperature, top_k, top_p), by_transformers(logits, temperature, top_k, top_p)
+    found = next_token_probabilities(logits, temperature, top_k, top_p)
+    want = by_transformers(logits, temperature, top_k, top_p)
     assert torch.equal(found > 0, want > 0) and (found - want).abs().max() < 1e-12
 
 
