@@ -1,6 +1,6 @@
-"""Sampling: continue a text token by token, on any grid.
+"""Sampling: continue a text token by token, on any grid of parallel ranks.
 
-A cache has the keys and values of earlier tokens, so a step computes one token. Every rank has all tokens. Tensor
+A cache holds the keys and values of earlier tokens, so a step computes one token. Every rank holds all tokens. Tensor
 parallel ranks compute their shards of each layer, and pipeline ranks run their stages one after the other. Context
 parallel ranks all compute the same; so do data parallel ranks, or they do not take part.
 
@@ -33,7 +33,10 @@ class KVCache:
         return self.lengths.get(layer, 0)
 
     def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v, both [B, S, K, D]; return all that these tokens may see. window: of the layer, 0: none."""
+        """Append k and v, both [B, S, K, D] with K key and value heads. Return all that these tokens may see.
+
+        window: the layer's window; 0: none.
+        """
         self.lengths[layer] = self.length(layer) + k.shape[1]
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v)))
@@ -70,13 +73,16 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
 
     model: a model.Llama.
 
-    temperature 0 takes the likeliest token. ends: sequences of tokens. When every row has had one, no token follows.
-    together: the other ranks that call it, besides those of tp and pp. All get the token that its first rank draws:
-    rounding might lead one rank to another token. All must have the same arguments. From then on the model multiplies
-    in 16 bits, as ranks that take no part could not agree on FP8 scales.
+    temperature: 0 takes the likeliest token.
+    ends: sequences of tokens that end a text. Rows that have ended go on until all rows have; then sampling stops.
+    together: the group of ranks that sample the same text, besides the ranks of tp and pp. They pass the same
+    arguments, and all get the token that the group's first rank draws, because rounding might lead another rank to
+    another token.
+
+    Side effect: FP8 is switched off in `model` for good, because its scales need a collective over all ranks.
     """
     for module in model.modules():
-        vars(module).pop("mm", None)  # the class has the plain one
+        vars(module).pop("mm", None)  # remove the FP8 multiplier; the class attribute is the plain one
     generator = torch.Generator().manual_seed(seed)
     cache, new = KVCache(), tokens
     vocab, tp, pp = model.config.vocab, model.tp.group, model.groups.get("pp", ALONE)
@@ -86,8 +92,8 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
         own = next_logits(model, new, cache)
         if own is not None:
             logits[:, shard_slice(vocab, tp.size, tp.rank)] = own[:, -1].float()
-        all_reduce(logits, tp)  # every rank has its part, and zeros
-        all_reduce(logits, pp)  # one pipeline rank has them, the others zeros
+        all_reduce(logits, tp)  # each rank has filled in its part, the rest is zeros
+        all_reduce(logits, pp)  # one pipeline rank holds the logits, the others hold zeros
         if temperature == 0:
             new = logits.argmax(-1, keepdim=True)
         else:
@@ -105,12 +111,15 @@ def sample(model: Module, tokens: torch.Tensor, count: int, temperature: float =
 
 
 def end_in(tokens: list[int], ends: Sequence[Sequence[int]]) -> int:
-    """The length of the sequence of `ends` that these tokens end with; 0 if they end with none."""
+    """Return the length of the longest sequence in `ends` that these tokens end with; 0 if they end with none."""
     return max((len(end) for end in ends if end and tokens[-len(end):] == list(end)), default=0)
 
 
 def next_logits(model: Module, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
-    """Logits [B, S, V/t] of tokens that follow those in the cache; None on pipeline ranks without the last stage."""
+    """Return the logits [B, S, V/t] after tokens that follow those in the cache; None without the last stage.
+
+    owners[i] is the pp rank of stage i. `x` stays here if that is this rank.
+    """
     group, owners = model.groups.get("pp", ALONE), model.owners
     x = None
     for stage in model.layers_of_stage:
@@ -143,7 +152,8 @@ def continue_prompt(model: Module, codec: Codec, settings: config.Config, groups
             else:
                 begin = 0 if codec.separator is None else 1  # leave out the separator that prompt() puts first
             stop = len(tokens) - end_in(tokens[len(prompt):], ends)
-            text = codec.decode(tokens[begin:stop])  # whose control characters would ring and erase
+            text = codec.decode(tokens[begin:stop])
+            # Control characters would ring the terminal's bell or erase text: print U+FFFD instead.
             print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))
 
 
@@ -163,8 +173,8 @@ class Flags:
 
 
 def flags_of_train(arguments: list[str]) -> tuple[str, list[str]]:
-    """(CKPT, flags of train.py) of this program's command line. Raises ValueError."""
-    if "--prompt" in arguments[:-1]:  # in one word, so that a prompt may begin with @ or -
+    """Return (CKPT, flags of train.py) for this program's command line. Raises ValueError."""
+    if "--prompt" in arguments[:-1]:  # in one word: a prompt may begin with @, which is not @FILE here, or with -
         at = arguments.index("--prompt")
         arguments = [*arguments[:at], f"--prompt={arguments[at + 1]}", *arguments[at + 2:]]
     flags, words = config.read_known(Flags, config.expand(arguments), USAGE)
@@ -190,13 +200,14 @@ def main(arguments: list[str]) -> None:
         print(f"run.generate: {error}", file=sys.stderr)
         sys.exit(2)
     published = os.path.isfile(os.path.join(path, "config.json"))
+    # Not the grid that the checkpoint was trained on. The user's flags come later and win.
     default_grid = ("--sites 1 --dp auto --dp-replicate 1 --cp 1 --cp-zigzag sequence --cp-ulysses 1 --tp 1 --sp on "
                     "--pp 1 --schedule 1f1b --virtual-stages auto --ep 1 --zero 0 --recompute none "
                     "--offload none").split()
     batch = ["--batch-ramp", "", "--micro-batch", "1", "--global-batch", os.environ.get("WORLD_SIZE", "1")]
     no_training = ["--steps", "0", "--checkpoint-dir", "", "--save-every", "0", "--rewind", "0",
                    "--metrics", "", "--tensorboard", "", "--wandb", "",
-                   "--val-data", "--eval-every", "0",
+                   "--val-data", "--eval-every", "0",  # --val-data with an empty list
                    "--optimizer", "sgd", "--moments-dtype", "auto"]  # SGD has no moments to load
     train = os.path.join(os.path.dirname(os.path.dirname(__file__)), "train.py")
     os.execv(sys.executable, [sys.executable, train, "--init-from" if published else "--resume", path, *default_grid,
