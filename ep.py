@@ -23,7 +23,8 @@ The backward of dispatch is a combine of gradients, and the backward of combine 
 Symbols: E experts, e = E/n of them on each of n ranks; expert i is on rank i // e. A token uses k
          experts. H hidden, F the width inside an expert. Tokens, copies and rows are vectors [H]:
 
-         token    A rank routes T tokens, which are parts of B sequences of S tokens.
+         token    A rank routes T tokens, which are parts of B sequences of S tokens (cp and tp split
+                  sequences).
          copy     A token that is sent to one rank. A rank sends U copies, and receives M copies.
          row      A received copy that one expert reads. The experts of a rank read R rows.
 
@@ -128,7 +129,8 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
     chosen, gates: [T, k], for this rank's tokens.
     gate_up, down: [e, 2F, H] and [e, H, F], the weights of this rank's experts.
     x must require a gradient, because all ranks must take part in the backward of each all-to-all.
-    A rank without it would have no backward for combine.
+    On a rank that does not own expert i, combine would otherwise have no input that requires a
+    gradient, and the owner's backward would hang.
     """
     n, e = group.size, len(gate_up)
     load = torch.bincount(chosen.flatten(), minlength=n * e)  # how many tokens of this rank chose each expert
@@ -169,13 +171,13 @@ def plain_expert_parallel(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Ten
 #     y = y + route.combine(experts(rows, row_gates, route))
 #
 # The route comes first: a record of where tokens go, made before any token is sent. Copies is the
-# record of one sort. A route has two: by rank and by expert.
+# record of one sort. A Route has two Copies: to_ranks and to_experts.
 
 class Copies(NamedTuple):
     """C copies of N items, sorted by destination.
 
     `sort_copies` makes them from a table [N, w]. A row of the table is an item. A cell is a
-    destination, to which the item is copied, or none. A route has two:
+    destination, to which the item is copied, or none. A Route has two Copies:
 
                       N items                      C copies                    destinations
         to_ranks      the T tokens of this rank    the U copies that it sends  ranks
@@ -262,7 +264,7 @@ class Route:
             load = self.ends.diff(prepend=self.ends.new_zeros(1))
             T, k = self.chosen.shape
             counts = torch.cat((load.new_tensor([T]), load))[None]
-            *_, self.counted = exchange_counts(counts, T, k, self.group)  # run/dryrun.py replaces this function
+            *_, self.counted = exchange_counts(counts, T, k, self.group)  # a call that run/dryrun.py replaces
         return self.counted
 
     def dispatch(self, tokens: Tensor, gates: Tensor) -> "Dispatch":
@@ -406,18 +408,17 @@ class Exchange:
         forward     starts to send   ──►  the caller computes           ──►  waits
         backward    waits            ◄──  backward of that computation  ◄──  starts to send back
 
-    Both are nodes of autograd's graph. Autograd keeps the order of backward: of the nodes whose
-    inputs are ready, it runs the newest.
+    Both are nodes of autograd's graph. Autograd runs backward in the order drawn here: among the
+    nodes whose gradients are ready, it takes the one created last.
 
-    The tensors between the two nodes only create the graph edge; data moves through `exchange`, the
-    object of this class that both nodes have. Nobody reads the tensors' values between the nodes:
+    The tensors between the two nodes only create the graph edge. Data moves through `exchange`, the
+    object of this class that both nodes hold.
 
     forward     StartExchange returns the buffers that the all-to-all is still filling. FinishExchange
                 waits, and returns the same buffers, now full.
-    backward    FinishExchange starts to send gradients. It must return a gradient for each buffer, of
-                the buffer's shape, because autograd checks the shape. It returns the gradients that
-                it sends. StartExchange ignores them. It waits for the gradients that other ranks
-                send, and returns these.
+    backward    FinishExchange starts to send gradients, and returns the same tensors, because autograd
+                checks that each buffer gets a gradient of its shape. StartExchange ignores them,
+                waits for the gradients that arrive from other ranks, and returns those.
     """
 
     def __init__(self, to_receive: list[int], to_send: list[int], group: Group):
@@ -437,7 +438,7 @@ class Exchange:
                                      async_op=True) for x in tensors]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait, and return the tensors. The Pendings in in_flight then hold none: Pending.wait drops them."""
+        """Wait, and return the received tensors. in_flight then keeps none alive: Pending.wait drops its result."""
         return tuple(pending.wait() for pending in self.in_flight)
 
 
@@ -449,7 +450,7 @@ class StartExchange(Function):
         return tuple(pending.result for pending in exchange.in_flight)  # still being filled
 
     @staticmethod
-    def backward(ctx, *shapes_only):  # the gradients that this rank has sent away
+    def backward(ctx, *shapes_only):  # the gradients that FinishExchange has sent
         return None, *ctx.exchange.wait()
 
 
@@ -472,7 +473,7 @@ class Combine(Function):
     @staticmethod
     def forward(ctx, y, route):
         ctx.route = route
-        if is_recomputing():  # full recomputation: backward does not read the result
+        if is_recomputing():  # in full recomputation, only what was saved on the way is needed
             return y.new_zeros(()).expand(len(route.chosen), y.shape[1])
         y = route.to_experts.unpermute(y)
         if route.to_ranks is None:
@@ -504,7 +505,10 @@ class GroupedMatmul:
     """The three products of a grouped linear layer. fp8.Fp8Experts has the same methods, and multiplies in FP8."""
 
     def begin(self) -> "GroupedMatmul":
-        """Return the object that multiplies in one forward and its backward: this, or in FP8 a copy with X's scale."""
+        """Return the object for one forward and its backward: this one, or in FP8 a copy.
+
+        The copy keeps X's scale, because wgrad quantises X again.
+        """
         return self
 
     def forward(self, x: Tensor, weight: nn.Parameter, route: Route) -> Tensor:
@@ -521,7 +525,7 @@ class GroupedMatmul:
         """out [e, out, in] += dY^T X of each expert's rows."""
         def by_kernel(kernels) -> bool:
             kernels.add_expert_gradients(out, dy, x, route.ends)
-            return True
+            return True  # try_kernel returns None where there is no kernel
 
         if dy.itemsize == 2 and try_kernel(dy, by_kernel):  # one launch for all experts
             return
@@ -568,8 +572,8 @@ class GroupedLinear(Function):
         x = ctx.saved_tensors[0].detach()  # a queued weight gradient must not keep a graph alive
         for_dgrad, for_wgrad = mm.prepare_grad(dy.contiguous(), route)
         # Call this even if there are no rows. It asks the parameter's bucket (dp.py, zero.py) for the
-        # gradient buffer. A bucket may allocate it only then, and its reduction, in which all ranks take
-        # part, needs it. A split backward (zero-bubble pipelines) queues the call.
+        # gradient buffer. A bucket may allocate its buffer only on this call, and the bucket's reduction,
+        # a collective, needs the buffer. A split backward (zero-bubble pipelines) queues the call.
         accumulate_grad(weight, lambda out: mm.wgrad(out, for_wgrad, x, route))
         return mm.dgrad(for_dgrad, weight, route), None, None, None, None
 
@@ -596,7 +600,7 @@ def fits_grouped_mm(operand: Tensor) -> bool:
 #     logits = x W^T                             W: `weight`, [E, H]
 #     scores = softmax(logits)                   or the sigmoid of each logit
 #     chosen = topk(scores + bias)               the bias only affects this choice; see the section on balance
-#     gates = scores[chosen] x router_scale      first divided by their sum, unless router_norm is off
+#     gates = scores[chosen] × router_scale      first divided by their sum, unless router_norm is off
 #
 # Gates have a derivative, the choice has none.
 
@@ -619,7 +623,7 @@ class Router:
         """Return the route of tokens [T, H] and their gates [T, k]. group: the ranks of ep."""
         logits = RouterLogits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.model.router == "softmax" else logits.sigmoid()
-        # Full recomputation uses the first run's decision, because a near tie could now differ.
+        # Full recomputation uses the first run's decision: a near tie could be decided differently when recomputed.
         route, coefficients = decide_once(lambda: self.decide(scores.detach(), info, group))
         gates = scores.gather(-1, route.chosen)
         if self.model.router_norm:
@@ -725,7 +729,7 @@ def make_routing_info(tokens: Tensor, cp: Group, tp: Group, aux_loss_scale: floa
 #
 #     balance loss   E / (k S^2) sum over i of c_i (sum over t of p_ti)         1 if loads are equal
 #     z-loss         1 / S sum over t of (log sum over i of exp(logit_ti))^2    keeps logits small
-#     bias           b_i += rate x sign(mean load - load of i), once per step   changes the choice
+#     bias           b_i += rate × sign(mean load - load of i), once per step   changes the choice
 #
 # The two losses are auxiliary: they are added to the model's loss.
 #
@@ -760,9 +764,9 @@ def loss_coefficients(router: Router, counts: Tensor, info: RoutingInfo) -> tupl
         #
         #     B                     losses are summed over sequences, so the micro-batch's loss counts B times
         #     B mean(c)             the counts of the long sequence
-        #     1 / (B mean(S))^2     the length of the long sequence is B mean(S)
+        #     1 / (B mean(S))²      the length of the long sequence is B mean(S)
         #
-        # Their product is mean(c) / mean(S)^2: the formula of a sequence, with mean(c) and mean(S).
+        # B · B mean(c) / (B mean(S))² = mean(c) / mean(S)²: the formula of a sequence, with mean(c) and mean(S).
         c, S = c.mean(0, keepdim=True), S.mean(0, keepdim=True)
     aux = balance.aux_loss * router.model.experts / (k * S.square()) * c
     return tuple(F.pad(part.expand(B, -1), (0, 0, 0, 1)) for part in (aux, z))
@@ -855,7 +859,7 @@ def show_route(group: Group) -> None:
 
 
 def show_exchanges(group: Group) -> None:
-    """Compute the figure in the plain and in the real way, and compare with one rank that has all experts."""
+    """Compute the figure by the plain and by the real version, and compare with one rank that has all experts."""
     E, H, ffn = lcm(4, group.size), 8, 16
     x, chosen, gates = tokens_of_figure(group, H)
     generator = torch.Generator().manual_seed(1)
