@@ -349,8 +349,9 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The content of config.json -> fields of config.Model. where: the file, for messages."""
     architecture = ARCHITECTURES[read_architecture(config, where)]
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4 and 5
-    need(isinstance(rope, dict), f"{where}: rope_scaling {json.dumps(rope)}: must be an object or null")
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers 4 and 5 name it
+    rope = config.get(name) or {}
+    need(isinstance(rope, dict), f"{where}: {name} {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
     if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 has Mixtral's name
         config["num_experts"] = config["num_local_experts"]
