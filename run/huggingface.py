@@ -1,19 +1,23 @@
-"""Published models, in and out: folders with config.json and safetensors, as Hugging Face's transformers has them.
+"""Published models, in and out: folders with config.json and safetensors, as Hugging Face's transformers writes them.
 
     read_config    config.json -> fields of config.Model
-    source         *.safetensors -> a source (core/param.py): a rank reads the boxes that it has, never a whole
-                   parameter
+    source         *.safetensors -> a source (core/param.py): a rank reads the boxes that it holds, never a
+                   whole parameter
     export         a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
 
-Names differ, and so does the way experts are stored: ours are stacked, on disk each has its own matrices. Reading and
-writing both follow `tensors_on_disk`, which says what box of a parameter each tensor on disk is:
+Names differ, and so does the way experts are stored: ours are stacked, and on disk each expert has its own matrices. A
+box is a tuple of slices, one per dimension of a whole parameter (core/param.py). `boxes_on_disk` says which box of a
+parameter each tensor on disk is. Writing passes it the names of the class (`names_on_disk`), and reading passes it the
+names that this folder uses (`names_stored`). In the weights of layer 7:
 
-    layers.7.experts.w_gate_up [E, 2F, H]     expert 0       expert 1
-                               rows 0 .. F    0.gate_proj    1.gate_proj    ...
-                               rows F .. 2F   0.up_proj      1.up_proj      model.layers.7.mlp.experts.1.up_proj.weight
+    layers.7.experts.w_gate_up [E, 2F, H]     expert 0             expert 1             ...
+                               rows 0 .. F    0.gate_proj.weight   1.gate_proj.weight
+                               rows F .. 2F   0.up_proj.weight     1.up_proj.weight
 
-What config.json asks for and our model has not is refused, and so is the export of a model that no class of
-transformers computes. run/cli.py reads config.json before torch is imported: only functions import torch here.
+The full name of the last one is model.layers.7.mlp.experts.1.up_proj.weight.
+
+A config.json that asks for what our model does not implement is refused, and so is the export of a model that no class
+of transformers computes. run/cli.py reads config.json before torch is imported: only functions import torch here.
 
 Shapes: E experts, F ffn, H hidden.
 """
@@ -61,31 +65,35 @@ QWEN_MOE_NAMES = NAMES | {
     "experts.w_down": "mlp.experts.{e}.down_proj.weight",
 }
 DEEPSEEK_NAMES = QWEN_MOE_NAMES | {
-    "router.bias": "mlp.gate.e_score_correction_bias",  # no parameter: ep.Router's
+    "router.bias": "mlp.gate.e_score_correction_bias",  # not a parameter, but a tensor that ep.Router holds
     "attention.w_q_down": "self_attn.q_a_proj.weight", "attention.q_norm": "self_attn.q_a_layernorm.weight",
     "attention.w_q_up": "self_attn.q_b_proj.weight", "attention.w_kv_down": "self_attn.kv_a_proj_with_mqa.weight",
     "attention.kv_norm": "self_attn.kv_a_layernorm.weight", "attention.w_kv_up": "self_attn.kv_b_proj.weight",
     **{f"shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
-FUSED_NAMES = {  # of experts, where transformers 5 has saved those of a layer as one tensor, which is as ours
+# Names of experts that transformers 5 has fused: one stacked tensor per layer, like ours.
+FUSED_NAMES = {
     "router": "mlp.gate.weight", "experts.w_gate_up": "mlp.experts.gate_up_proj",
     "experts.w_down": "mlp.experts.down_proj",
 }
-WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of names, by torch
+# Parts that torch's wrappers add to names.
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 class JsonField(NamedTuple):
-    """What a field of config.json may be. A number must be above 0, or 0 if `zero`; so must those of a list."""
+    """The values that a field of config.json may have. Each number, also in a list, is above 0, or 0 if `zero`."""
     kind: Any  # bool, int, float, str, dict, list[int] or list[str]
     ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
     zero: bool = False
     null: bool = False  # whether it may be null
-    # The values that our model computes, () for all; the first is meant where the field is absent. Classes of
-    # transformers that have the field among their `defaults` compute every value of its kind.
-    only: tuple = ()
+    only: tuple = ()  # see FIELDS
 
 
-FIELDS = {  # of config.json; a class of transformers reads those of its `defaults`, and of those with `only` some
+# Fields of config.json. A field that a class lists in its `defaults` may have any value of its kind, unless the class
+# has `limits` for it. A field with `only` that the class does not list must be absent or have one of those values;
+# the first is the default. Rotary fields and quantization_config are read by functions of their own, which also obey
+# `only`. All other fields are ignored, except that a class that ignores layer_types requires null.
+FIELDS = {
     "vocab_size": JsonField(int, "vocab"),
     "hidden_size": JsonField(int, "hidden"),
     "intermediate_size": JsonField(int, "ffn"),
@@ -108,7 +116,7 @@ FIELDS = {  # of config.json; a class of transformers reads those of its `defaul
     "low_freq_factor": JsonField(float, only=(1.0,)),
     "high_freq_factor": JsonField(float, "rope_fast_turns"),
     "original_max_position_embeddings": JsonField(int, "original_seq_len"),
-    "max_position_embeddings": JsonField(int, "original_seq_len"),  # of dynamic, and where the former is absent
+    "max_position_embeddings": JsonField(int, "original_seq_len"),  # for rope_type dynamic, or if the former is absent
     "beta_slow": JsonField(float, null=True, only=(None, 1)),
     "beta_fast": JsonField(float, "rope_fast_turns", null=True),
     "attention_factor": JsonField(float, "rope_attention_factor", null=True),
@@ -173,12 +181,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 class Architecture(NamedTuple):
-    """A class of transformers. defaults: of the fields of config.json that it reads, besides those with `only`."""
+    """A class of transformers, and how config.json and weights are read for it."""
     model_type: str
-    defaults: dict[str, Any]
-    names: dict[str, str] = NAMES  # of weights
-    fixed: dict[str, Any] = {}  # of config.Model's fields, those that config.json does not name
-    limits: dict[str, tuple] = {}  # the values that this class computes, of fields without an `only` for all classes
+    defaults: dict[str, Any]  # field of config.json that the class reads -> the class's default, None if there is none
+    names: dict[str, str] = NAMES  # our names of weights -> theirs
+    fixed: dict[str, Any] = {}  # fields of config.Model that config.json does not name, and their values in this class
+    limits: dict[str, tuple] = {}  # field of config.json -> the only values that are allowed; the first is the default
 
     @property
     def has_experts(self) -> bool:
@@ -190,7 +198,7 @@ class Architecture(NamedTuple):
 
 
 def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
-    """rest: where a class differs from Llama's. Sizes have no default: config.json must have them."""
+    """Return a class's defaults. rest: what differs from Llama. Sizes have none: config.json must give them."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     return dict.fromkeys(sizes) | dict(num_key_value_heads=kv_heads, rms_norm_eps=1e-6, rope_theta=10000.0,
                                        tie_word_embeddings=False) | rest
@@ -201,7 +209,7 @@ BY_LAYER = dict(max_window_layers=28, layer_types=None)  # which layers have the
 LATENT = defaults(128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
                   n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4, num_experts_per_tok=8,
                   moe_intermediate_size=2048, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True)
-del LATENT["head_dim"]  # which is that of the rotated key there
+del LATENT["head_dim"]  # in DeepSeek-V3's config.json, this is the width of the rotated key
 ARCHITECTURES = {  # with the defaults of transformers 5.23
     "LlamaForCausalLM": Architecture("llama", defaults(None, attention_bias=False, mlp_bias=False)),
     "MistralForCausalLM": Architecture("mistral", defaults(8, sliding_window=4096)),
@@ -218,7 +226,7 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
         4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
         mlp_only_layers=None, attention_bias=False), QWEN_MOE_NAMES, dict(qk_norm=True)),
     "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, dict(router="sigmoid"), dict(
-        model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # it norms latents with 1e-6 anyway
+        model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # norms of latents always use 1e-6
 }
 
 
@@ -252,7 +260,8 @@ def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
 
 
 def weights_of(model: Any) -> Iterator[str]:
-    """The names of all weights of a config.Model without multi-token prediction, and of its routers' biases."""
+    """Yield the names of all weights of a config.Model, except those of multi-token prediction, and of its routers'
+    biases."""
     names = dict.fromkeys(ours for architecture in ARCHITECTURES.values() for ours in architecture.names)
     whole = ("embedding", "norm", "head")
     yield from whole[:2] if model.tied else whole
@@ -261,8 +270,9 @@ def weights_of(model: Any) -> Iterator[str]:
 
 
 def has_weight(model: Any, layer: int, name: str) -> bool:
-    """Whether a layer of a config.Model has the weight of this name, such as "attention.bq"."""
+    """Return whether a layer of a config.Model has the weight of this name, such as "attention.bq"."""
     experts, latents = model.has_experts(layer), model.kv_lora_rank
+    # Part of a name -> whether weights with this part exist. A weight exists unless one of its parts does not.
     has = {"ffn": not experts, "router": experts, "experts": experts, "shared": experts and model.shared_experts,
            "wq": not model.q_lora_rank, "wk": not latents, "wv": not latents,
            "bq": model.qkv_bias, "bk": model.qkv_bias, "bv": model.qkv_bias, "bo": model.out_bias,
@@ -295,7 +305,7 @@ def read_json(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no JSON: {error}") from None
+        raise ValueError(f"{path}: is not valid JSON: {error}") from None
     need(isinstance(content, dict), f"{path}: must be a JSON object")
     return content
 
@@ -334,11 +344,10 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
 
 
 def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
-    """The fields of config.json that a class of transformers reads. Raises ValueError for a value that our model does
-    not compute, in whichever field."""
+    """Return the fields that the class lists in its `defaults`. Raises ValueError for what FIELDS does not allow."""
     only = {name: field.only for name, field in FIELDS.items() if field.only and name not in architecture.defaults}
     only |= {"model_type": (architecture.model_type,)} | architecture.limits
-    if "layer_types" not in architecture.defaults:  # which this class ignores
+    if "layer_types" not in architecture.defaults:  # this class ignores layer_types
         only["layer_types"] = (None,)
     for name, values in only.items():
         read_field(config, name, values[0], where, values)
@@ -353,7 +362,7 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     rope = config.get(name) or {}
     need(isinstance(rope, dict), f"{where}: {name} {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
-    if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 has Mixtral's name
+    if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 writes Mixtral's name
         config["num_experts"] = config["num_local_experts"]
     settings = read_fields(config, architecture, where)
     read_quantization(config, where)
@@ -379,6 +388,8 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
 
     config: of config.json, with the entries of `rope` at its top. rope: the object rope_parameters or rope_scaling.
     latent: whether the class multiplies attention scores by a factor from mscale_all_dim, too.
+
+    A field whose FIELDS entry does not allow null has no default here: `read` raises ValueError if it is absent.
     """
     kind = config["rope_type"]
     for name in sorted(rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE[kind]}):
@@ -394,9 +405,9 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
     if kind == "dynamic":
         return model | dict(original_seq_len=read("max_position_embeddings"))
     if kind == "llama3":
-        read("low_freq_factor")  # must be there
-    if kind in FAST_TURNS:
-        fast = read("high_freq_factor") if kind == "llama3" else read("beta_fast") or FAST_TURNS[kind]
+        read("low_freq_factor")
+    if kind in FAST_TURNS:  # rope_type -> what --rope-fast-turns auto is; YaRN's is the default of beta_fast, too
+        fast = read("high_freq_factor") if kind == "llama3" else (read("beta_fast") or FAST_TURNS[kind])
         model["rope_fast_turns"] = 0.0 if fast == FAST_TURNS[kind] else fast  # 0: auto
         original = "original_max_position_embeddings"
         model["original_seq_len"] = read(original if original in config else "max_position_embeddings")
@@ -404,7 +415,7 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
         attention, mscale, mscale_all_dim = read("attention_factor"), read("mscale"), read("mscale_all_dim")
         if attention is None and mscale and mscale_all_dim:
             attention = yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all_dim)
-        model |= dict(rope_attention_factor=attention or 0.0, rope_mscale=latent and mscale_all_dim or 0.0)
+        model |= dict(rope_attention_factor=attention or 0.0, rope_mscale=(latent and mscale_all_dim) or 0.0)
     identity = factor == 1 and model.get("rope_attention_factor", 0) in (0, 1)
     return dict(rope_scaling=1.0) if identity else model
 
@@ -429,7 +440,8 @@ def rope_of(model: Any) -> dict[str, Any] | None:
 
 
 def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int, list[str]]:
-    """no_rope_every, from SmolLM3's list, which has 0 for a layer without rotary embedding, or from its interval."""
+    """Return no_rope_every and layer_types of a SmolLM3. Its list no_rope_layers has 0 for a layer without rotary
+    embedding; without the list, it has an interval. `settings` stays as it is."""
     layers, rotated, every = settings["num_hidden_layers"], settings["no_rope_layers"], 0
     if rotated is None:
         rotated = [(layer + 1) % settings["no_rope_layer_interval"] for layer in range(layers)]
@@ -493,7 +505,7 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
         "no_rope_layers": [int(model.has_rope(layer)) for layer in range(model.layers)],
         "no_rope_layer_interval": model.no_rope_every or model.layers + 1,
     }
-    if "num_local_experts" in theirs.defaults:  # Mixtral's, which have no other width
+    if "num_local_experts" in theirs.defaults:  # Mixtral has no moe_intermediate_size
         values["intermediate_size"] = model.expert_ffn
     config = {"architectures": [architecture], "model_type": theirs.model_type}
     config |= {field: values[field] for field in theirs.defaults}
@@ -505,15 +517,16 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
 
 
 def class_for_export(model: Any) -> str:
-    """The class of transformers that computes this config.Model: the first whose config.json is read as the same model.
+    """Return the class of transformers that computes this config.Model: the first whose config.json is read as the same
+    model.
 
-    Raises ValueError if there is none, with the settings that each class has not.
+    Raises ValueError if there is none, and names the settings that each class lacks.
     """
     unused = {"preset", "mtp"} | ({"ffn"} if model.experts and not model.dense_layers else set())
     ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
     ours["v_head_dim"] = model.value_dim if model.kv_lora_rank else 0
     if model.rope_fast_turns == FAST_TURNS.get(model.rope_type):
-        ours["rope_fast_turns"] = 0.0  # auto
+        ours["rope_fast_turns"] = 0.0  # 0: auto
     default = {f.name: f.default for f in fields(model)}
     refusals = []
     for name, architecture in ARCHITECTURES.items():
@@ -522,7 +535,7 @@ def class_for_export(model: Any) -> str:
         theirs = default | model_fields(config_of(model, name), name)
         missing = [f"{flag(field)} {value} (only {theirs[field]})" for field, value in ours.items()
                    if value != theirs[field]]
-        if name == "LlamaForCausalLM" and model.hidden % model.heads:  # Mistral's class is without this rule
+        if name == "LlamaForCausalLM" and model.hidden % model.heads:  # Mistral's class has no such rule
             missing.append(f"--heads {model.heads} (only divisors of --hidden {model.hidden})")
         if not missing:
             return name
@@ -531,7 +544,7 @@ def class_for_export(model: Any) -> str:
 
 
 def check_export(settings: Any) -> None:
-    """Raises ValueError for what --export-hf of a config.Config could not write after the last step."""
+    """Check before training that --export-hf can write its model after the last step. Raises ValueError."""
     target, rate = settings.run.export_hf, settings.optim.router_bias_rate
     if target:
         need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
@@ -566,19 +579,26 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
     Raises ValueError for weights that are missing and, unless allow_mismatch, for weights that the model does not use,
     such as biases or more layers.
     """
+    # 1. Missing: the model has the weight, the folder does not.
     stored = weights_in(folder)
     names = [name for weight in weights_of(model) for name in names_stored(weight, stored)]
     wanted = dict.fromkeys(name.format(e=e) for name in names for e in range(model.experts if "{e}" in name else 1))
     missing = [name for name in wanted if name not in stored.files]
+
+    # 2. Multi-token prediction: the folder's block and that of --mtp compute different things.
     mtp_names = prediction_block(stored)
     need(not mtp_names or not model.mtp or allow_mismatch,
          f"{folder}: has {some(mtp_names)} of a block for multi-token prediction that reads the last layer's result "
          "after the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give "
          "--allow-mismatch to initialise the block at random")
+
+    # 3. The head: with a tied embedding, it is a copy of it, or differs from it, and is then a weight of its own.
     own_head = stored.tied and has_own_head(stored)
     known = {*wanted, *mtp_names}
-    if model.tied and stored.tied and not own_head:  # a head, if there is one, is a copy
+    if model.tied and stored.tied and not own_head:
         known.add(NAMES["head"])
+
+    # 4. Unused: the folder has the weight, the model does not.
     unused = sorted(key for name, (_, key) in stored.files.items() if name not in known
                     and name.removesuffix(SCALES) not in known and not name.endswith(".rotary_emb.inv_freq"))
     extra = f"has {some(unused)}, which the model does not use" if unused else ""
@@ -592,7 +612,10 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
 
 
 def prediction_block(stored: Stored) -> list[str]:
-    """The names of DeepSeek-V3's weights for multi-token prediction, which transformers leaves out, too."""
+    """Return the names of DeepSeek-V3's weights for multi-token prediction, which transformers leaves out, too.
+
+    They are all weights of a block that has an eh_proj: only a block for multi-token prediction has one.
+    """
     prefixes = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
     return sorted(name for name in stored.files if name.startswith(prefixes))
 
@@ -602,8 +625,10 @@ def some(names: list[str]) -> str:
 
 
 def names_stored(name: str, stored: Stored) -> list[str]:
-    """`names_on_disk` in this folder, where experts may be fused, and the head may have a tied embedding's name or the
-    other way round."""
+    """Return `names_on_disk` as this folder spells them.
+
+    transformers 5 fuses experts, and then also renames Mixtral's router. A tied weight may be stored under either name.
+    """
     names = names_on_disk(name, stored.architecture)
     head, embedding = NAMES["head"], NAMES["embedding"]
     if ".experts." in name or name.endswith(".router"):
@@ -615,7 +640,7 @@ def names_stored(name: str, stored: Stored) -> list[str]:
 
 
 def has_own_head(stored: Stored) -> bool:
-    """Whether embedding and head are both in the folder, and differ. Compares bytes: a copy has the same dtype."""
+    """Return whether embedding and head are both in the folder, and differ. Bytes suffice: a copy keeps the dtype."""
     if not {NAMES["embedding"], NAMES["head"]} <= stored.files.keys():
         return False
     with contextlib.ExitStack() as files:
@@ -631,9 +656,10 @@ def has_own_head(stored: Stored) -> bool:
 
 
 def source(folder: str) -> Source:
-    """The source of the weights in `folder`, in the dtype that they have there, on the CPU. FP8 weights become fp32.
+    """Return the source of the weights in `folder`, in the dtype that they have there, on the CPU. FP8 weights become
+    fp32.
 
-    It reads the elements of the box and their scales, no others. Raises ValueError, naming file and tensor, for what is
+    It reads only the elements of the box and their scales. Raises ValueError, naming file and tensor, for what is
     missing, damaged or has another shape.
     """
     import torch
@@ -651,7 +677,7 @@ def source(folder: str) -> Source:
                     return values.reshape(box_shape(box))
                 out = values.new_empty(box_shape(box)) if out is None else out
                 out[relative(common, box)] = values.reshape(box_shape(common))
-        return torch.zeros(box_shape(box)) if out is None else out
+        return torch.zeros(box_shape(box)) if out is None else out  # no tensor on disk: a router's bias
     return read_box
 
 
@@ -695,7 +721,7 @@ def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str,
     opened[path] = opened.get(path) or open_safetensors(path, "pt")
     try:
         return f"{path}: {key}", opened[path].get_slice(key)
-    except SafetensorError as error:  # the index is of other files
+    except SafetensorError as error:  # the index describes other files
         raise ValueError(f"{path}: cannot read {key}: {error}") from None
 
 
@@ -705,7 +731,7 @@ def relative(box: Box, origin: Box) -> Box:
 
 
 def weights_in(folder: str) -> Stored:
-    """Find the weights. Of one file and an index transformers, too, prefers the file."""
+    """Find the weights. If there are both a single file and an index, use the single file, as transformers does."""
     where, path = os.path.join(folder, "config.json"), os.path.join(folder, INDEX)
     config = read_json(where)
     architecture, tied = read_architecture(config, where), config.get("tie_word_embeddings", False)
@@ -765,9 +791,9 @@ def is_inside(path: str) -> bool:
 # ---- tokenizers ---------------------------------------------------------------------------------------------------
 
 def special_tokens(path: str) -> dict[str, str]:
-    """bos_token and eos_token as they are published beside a tokenizer.json, as far as there are any."""
+    """Return the bos_token and the eos_token that are published beside a tokenizer.json, as far as there are any."""
     found = {}
-    for file in SPECIAL_TOKENS:  # what the last file says counts
+    for file in SPECIAL_TOKENS:  # the last file wins
         try:
             content = json.loads((Path(path).parent / file).read_text(encoding="utf-8"))
             tokens = {name: content.get(name) for name in ("bos_token", "eos_token")}
@@ -779,7 +805,7 @@ def special_tokens(path: str) -> dict[str, str]:
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files in a folder that transformers reads of a tokenizer."""
+    """Return the files in a folder that transformers reads for a tokenizer."""
     return (file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
 
 
@@ -792,17 +818,18 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
 
     An earlier export in the folder is replaced. From its first file to the last one, the folder has no config.json, so
-    nobody opens a mixture of both, also if the export is killed.
+    nobody opens a mixture of both, even if the export is killed.
 
-    specs: of all parameters, on each rank in the same order; those of multi-token prediction are left out, as no class
-    of transformers reads them. source: of any box of them. dtype: "bf16", "fp16", "fp32".
-    rank: of `world`; each writes every world-th shard, of at most shard_bytes bytes unless it is one tensor, and has
-    one shard in memory at a time. Rank 0 writes the other files, and removes the weights of an earlier export.
-    published: the folder of the model that training began with, "" if there is none, whose settings of generation are
-    kept. tokens: the special tokens, by the names in TOKENS; none if it is None.
-    seq: the longest sample that was trained, in tokens; max_position_embeddings is this or the published one.
-    write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it.
-    together: calls a function on all ranks, and returns its result when all have done so.
+    specs: all parameters, in the same order on each rank. Multi-token prediction is left out: transformers lacks it.
+    source: returns any box of these parameters.
+    dtype: "bf16", "fp16" or "fp32".
+    rank: this rank. It writes every world-th shard, holding one at a time. Rank 0 also writes the other files.
+    published: the folder of the model that training began with, whose settings of generation are kept; "": none.
+    tokens: the special tokens, by the names in TOKENS; None: none.
+    shard_bytes: the largest size of a shard that has more than one tensor.
+    seq: the longest trained sample, in tokens; max_position_embeddings is this or the published one, if that is longer.
+    write_tokenizer: writes the tokenizer's files into the folder. Rank 0 calls it.
+    together: calls a function on all ranks, and returns its result when all have finished.
     Raises ValueError for what `class_for_export` refuses, and for a folder that cannot be written to.
     """
     import torch
@@ -811,6 +838,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
     shards = plan_shards(specs, architecture, torch_dtype, shard_bytes)
 
+    # Three phases follow. Each ends on all ranks before the next begins.
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
         os.makedirs(folder, exist_ok=True)
         if rank > 0:
@@ -830,7 +858,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     def write_others() -> None:
         if rank == 0:
             write_index(folder, shards, torch_dtype)
-            Path(folder, GENERATION).unlink(missing_ok=True)  # of an earlier export
+            Path(folder, GENERATION).unlink(missing_ok=True)  # an earlier export may have left one
             if generation:
                 Path(folder, GENERATION).write_text(json.dumps(generation, indent=2))
             write_tokenizer()
@@ -856,7 +884,7 @@ def json_of_export(model: Any, architecture: str, dtype: str, published: str, to
 
 
 def write_index(folder: str, shards: dict[str, dict[str, tuple[Spec, Box]]], dtype: torch.dtype) -> None:
-    """Write which of several shards has which tensor, and remove the weights of an earlier export."""
+    """Write which of several shards holds which tensor, and remove the weights of an earlier export."""
     for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index
         if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
             os.remove(os.path.join(folder, old))
@@ -882,6 +910,7 @@ def published_tokens(folder: str) -> dict[str, list[int]]:
     """The special tokens of a published model: a name in TOKENS -> the tokens, [] if it has none."""
     found = {}
     for name in TOKENS:
+        # generation_config.json comes first, because transformers generates by its tokens.
         values = [content.get(name) for content in reversed(published_json(folder))]
         lists = [value if isinstance(value, list) else [value] for value in values]
         found[name] = [*dict.fromkeys(token for token in sum(lists, []) if type(token) is int and token >= 0)]
@@ -895,7 +924,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None
     beside it: that belongs to some other tokenizer.
     """
     copies = {tokenizer: folder / "tokenizer.json"}
-    if tokenizer.name == "tokenizer.json":  # which may be missing: older models have only a tokenizer.model
+    if tokenizer.name == "tokenizer.json":  # the file may be missing: older models have only a tokenizer.model
         copies = {file: folder / file.name for file in tokenizer_files(tokenizer.parent)}
         more = tokenizer.parent / "additional_chat_templates"
         copies |= {file: folder / more.name / file.name for file in more.glob("*.jinja")}
@@ -945,7 +974,7 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
         tensors[name] = values.reshape(box_shape(box)[-2:]).contiguous()
     try:
         save_file(tensors, path + ".tmp", metadata={"format": "pt"})
-        mask = os.umask(0)  # there is no other way to ask for it
+        mask = os.umask(0)  # os.umask returns the mask only when it sets another
         os.umask(mask)
         os.chmod(path + ".tmp", 0o666 & ~mask)  # safetensors lets nobody else read its files
         os.replace(path + ".tmp", path)

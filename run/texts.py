@@ -512,7 +512,7 @@ def records(found: Found, progress: Progress) -> Iterator[tuple[str, Any]]:
                 try:
                     record = parse_json(line)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{where}: is no JSON: {error}".splitlines()[0]) from None
+                    raise ValueError(f"{where}: is not valid JSON: {error}".splitlines()[0]) from None
                 yield where, record
         return
     if found.kind == "json":
@@ -531,7 +531,7 @@ def load_json(file: Path, parse: Callable[[str], Any] = json.loads) -> Any:
     try:
         return parse(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: is no JSON: {error}") from None
+        raise ValueError(f"{file}: is not valid JSON: {error}") from None
 
 
 def parse_json(text: str) -> Any:
