@@ -620,8 +620,9 @@ KEYS = "its keys are {}: want text; messages; conversations; prompt and completi
 
 
 @pytest.mark.parametrize("record, says", [
-    ("{", "is no JSON: Expecting property name"), ("[1]", "is no record: want a JSON object"), ("7", "is no record: "),
-    ("[" * 99_999, "is no JSON: "), (dict(question="a", answer="b"), KEYS.format("question, answer")),
+    ("{", "is not valid JSON: Expecting property name"), ("[1]", "is no record: want a JSON object"),
+    ("7", "is no record: "),
+    ("[" * 99_999, "is not valid JSON: "), (dict(question="a", answer="b"), KEYS.format("question, answer")),
     (dict(prompt="a", chosen="b", rejected="c"), KEYS.format("prompt, chosen, rejected")), ({}, KEYS.format("none")),
     (dict(messages=[]), "messages must be a list of messages"), (dict(messages="hello"), "Expecting value"),
     (dict(messages=[dict(role="user")]), "a message of the role user must have a content, which must be text"),

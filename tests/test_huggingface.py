@@ -533,6 +533,8 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_ex
       for kind in ("longrope", "su", "mrope", "proportional")),
     (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "max_position_embeddings null: must be a whole number ab"),
     (dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), "max_position_embeddings null: must be a whole number"),
+    (dict(rope_scaling=[1]), "rope_scaling [1]: must be an object or null"),
+    (dict(rope_parameters=[1]), "rope_parameters [1]: must be an object or null"),
     (dict(rope_scaling=dict(rope_type="linear")), "factor null: must be a number above 0"),
     (dict(rope_scaling=LINEAR | dict(long_factor=[1.0])), "long_factor [1.0]: must be absent with rope_type linear"),
     (dict(rope_scaling=LINEAR | dict(mscale_all_dim=1.0)), "mscale_all_dim 1.0: must be absent with rope_type linear"),
@@ -592,8 +594,8 @@ def test_values_that_transformers_refuses_are_refused(architecture):
 
 
 @pytest.mark.parametrize("content, message", [
-    (None, "there is no such file"), ("{", "is no JSON"), ("[1]", "must be a JSON object"),
-    ("[" * 100_000, "is no JSON: maximum recursion")])
+    (None, "there is no such file"), ("{", "is not valid JSON"), ("[1]", "must be a JSON object"),
+    ("[" * 100_000, "is not valid JSON: maximum recursion")])
 def test_a_folder_without_a_sound_config_json_is_refused(content, message, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
@@ -625,7 +627,7 @@ def with_embeddings(folder, changed):
     (lambda folder: change(folder / INDEX, weight_map={EMBEDDINGS: SECOND}), f"/{SECOND}: cannot read {EMBEDDINGS}"),
     (lambda folder: change(folder / INDEX, weight_map={"norm.weight": SECOND, "model.norm.weight": SECOND}),
      ": has norm.weight and model.norm.weight, which are names of one weight"),
-    (lambda folder: os.truncate(folder / INDEX, 100), "/model.safetensors.index.json: is no JSON"),
+    (lambda folder: os.truncate(folder / INDEX, 100), "/model.safetensors.index.json: is not valid JSON"),
     (lambda folder: change(folder / "config.json", num_key_value_heads=6),
      "model.layers.0.self_attn.k_proj.weight has the shape (30, 48), the model asks for (60, 48)"),
     (lambda folder: with_embeddings(folder, lambda weight: weight.to(torch.float8_e4m3fn)),
