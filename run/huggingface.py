@@ -104,11 +104,11 @@ FIELDS = {
     "tie_word_embeddings": JsonField(bool, "tied"),
     "rms_norm_eps": JsonField(float, "norm_eps"),
     "hidden_act": JsonField(str, only=("silu", "swish")),
-    "attention_bias": JsonField(bool, "out_bias", only=(False,)),  # and qkv_bias
+    "attention_bias": JsonField(bool, "out_bias", only=(False,)),  # model_fields sets qkv_bias, too
     "mlp_bias": JsonField(bool, "ffn_bias", only=(False,)),
     "attention_dropout": JsonField(float, zero=True, only=(0,)),
     "quantization_config": JsonField(dict, null=True),
-    # Rotary embedding: model_fields reads these also from rope_parameters and rope_scaling.
+    # Rotary embedding. model_fields also reads these inside rope_parameters or rope_scaling.
     "rope_theta": JsonField(float, "rope_theta"),
     "rope_type": JsonField(str, only=("default", "llama3", "linear", "dynamic", "yarn")),
     "factor": JsonField(float, "rope_scaling"),
@@ -157,12 +157,12 @@ FIELDS = {
     "scoring_func": JsonField(str, only=("sigmoid",)),
     "topk_method": JsonField(str, only=("noaux_tc",)),
     "router_jitter_noise": JsonField(float, zero=True, only=(0,)),
-    "model_type": JsonField(str),  # the architecture's
+    "model_type": JsonField(str),  # must be the class's model_type, or in its limits
 }
 KINDS = {  # kind: (an example, in words)
     bool: (True, "true or false"), int: (1, "a whole number"), float: (1.0, "a number"), str: ("", "text"),
     dict: ({}, "an object"), list[int]: ([1], "a list of whole numbers"), list[str]: ([""], "a list of texts")}
-ROPE = {  # rope_type: what an object rope_parameters or rope_scaling may have besides it, and rope_theta
+ROPE = {  # rope_type: which fields rope_parameters or rope_scaling may have, besides rope_type and rope_theta
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -233,8 +233,7 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
 def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = None) -> list[str]:
     """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]; {e} is the number of an expert.
 
-    [] for the biases of routers, which are 0 where a class of transformers has none. names: the table, where it is not
-    the architecture's.
+    Routers' biases are [] if the class has none; they are then 0. names: a table to use instead of the class's.
     """
     layer, ours = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups(default="")
     names = names or ARCHITECTURES[architecture].names
@@ -245,12 +244,12 @@ def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = N
 
 
 def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
-    """The tensors on disk that make up a parameter: the name of each, and what box of the parameter it is."""
+    """Return the tensors on disk that make up a parameter: each one's name, and which box of the parameter it is."""
     return boxes_on_disk(spec, names_on_disk(spec.name, architecture))
 
 
 def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
-    """`tensors_on_disk` for the names that names_on_disk returns."""
+    """Return `tensors_on_disk` for given names, such as those that names_on_disk returns."""
     if len(spec.shape) < 3 or "{e}" not in names[0]:
         return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
@@ -286,7 +285,7 @@ def has_weight(model: Any, layer: int, name: str) -> bool:
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The fields of config.Model that the model in `folder` has. Raises ValueError for what is not implemented.
+    """Return the fields of config.Model of the model in `folder`. Raises ValueError for what is not implemented.
 
     As in transformers, embedding and head are not tied if the folder has both, with different values.
     """
@@ -320,9 +319,9 @@ def read_architecture(config: dict[str, Any], where: str) -> str:
 
 
 def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple | None = None) -> Any:
-    """The value of a field of config.json, or its default. Raises ValueError for one that FIELDS does not allow.
+    """Return the value of a field of config.json, or its default. Raises ValueError for one that FIELDS does not allow.
 
-    where: the file, for messages. only: the values that are allowed, () for all; by default FIELDS'.
+    where: the file, for messages. only: the allowed values, () for all; None: those of FIELDS.
     """
     field, value = FIELDS[name], config.get(name, default)
     only = field.only if only is None else only
@@ -356,7 +355,7 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The content of config.json -> fields of config.Model. where: the file, for messages."""
+    """Return the fields of config.Model that config.json asks for. where: the file, for messages."""
     architecture = ARCHITECTURES[read_architecture(config, where)]
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers 4 and 5 name it
     rope = config.get(name) or {}
@@ -384,9 +383,10 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where: str) -> dict[str, Any]:
-    """The fields of config.Model that scale rotary frequencies.
+    """Return the fields of config.Model that scale rotary frequencies.
 
-    config: of config.json, with the entries of `rope` at its top. rope: the object rope_parameters or rope_scaling.
+    config: the content of config.json, with the entries of `rope` at its top level. rope: the object rope_parameters or
+    rope_scaling.
     latent: whether the class multiplies attention scores by a factor from mscale_all_dim, too.
 
     A field whose FIELDS entry does not allow null has no default here: `read` raises ValueError if it is absent.
@@ -421,7 +421,7 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
 
 
 def rope_of(model: Any) -> dict[str, Any] | None:
-    """The object rope_scaling of config.json: the inverse of read_rope. None without scaling."""
+    """Return the object rope_scaling of config.json: the inverse of read_rope. None without scaling."""
     kind, factor, m = model.rope_type, model.rope_scaling, model.rope_mscale
     if factor == 1 and kind != "dynamic":
         return None
@@ -433,7 +433,7 @@ def rope_of(model: Any) -> dict[str, Any] | None:
     if kind == "yarn":
         rope |= {"beta_slow": 1.0, "beta_fast": model.fast_turns} | ({"mscale_all_dim": m} if m else {})
         if m and model.rope_attention_factor == 1:
-            rope["mscale"] = m  # as DeepSeek-V3 says it
+            rope["mscale"] = m  # as DeepSeek-V3's config.json writes it
         elif model.rope_attention_factor:
             rope["attention_factor"] = model.rope_attention_factor
     return rope
@@ -458,7 +458,7 @@ def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int,
 
 
 def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of a block of FP8 weights that has a scale, as in DeepSeek-V3; None if nothing is quantised."""
+    """Return the rows and columns of a block of FP8 weights that shares a scale; None if nothing is quantised."""
     asked = read_field(config, "quantization_config", None, where)
     if asked is None:
         return None
@@ -471,7 +471,7 @@ def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | N
 
 
 def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
-    """window and full_attention_every, from the width of the window and the layers that have it."""
+    """Return window and full_attention_every, from the width of the window and the layers that use it."""
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
     if kinds is None:
@@ -489,7 +489,7 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
-    """The content of config.json for a config.Model: the inverse of model_fields."""
+    """Return the content of config.json for a config.Model: the inverse of model_fields."""
     theirs = ARCHITECTURES[architecture]
     values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours} | {
         **{name: first for name, (first, *_) in theirs.limits.items()},
@@ -567,14 +567,14 @@ class Stored(NamedTuple):
     architecture: str
     tied: bool  # whether config.json says so
     files: dict[str, tuple[str, str]]  # name in the class of transformers -> (file, name in this file)
-    block: tuple[int, int] | None  # rows and columns of FP8 weights that have a scale; None: nothing is quantised
+    block: tuple[int, int] | None  # rows and columns of FP8 weights that share a scale; None: nothing is quantised
 
 
-SCALES = "_scale_inv"  # at the end of the name of a tensor of scales, behind that of the FP8 weight
+SCALES = "_scale_inv"  # a tensor of scales is named like its FP8 weight, with this at the end
 
 
 def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
-    """Compare the names in `folder` with those that a config.Model has. Returns what to tell the user.
+    """Compare the names in `folder` with those of a config.Model. Returns lines to show to the user.
 
     Raises ValueError for weights that are missing and, unless allow_mismatch, for weights that the model does not use,
     such as biases or more layers.
@@ -682,7 +682,7 @@ def source(folder: str) -> Source:
 
 
 def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """The box of a tensor on disk, which must have this shape. opened: files that are open; this one is added."""
+    """Read the box of a tensor on disk, which must have this shape. opened: open files, to which this one is added."""
     place, tensor = find_tensor(stored, opened, name)
     got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if len(shape) == 3 and shape[0] == 1 and len(got) < 3:  # an expert's own matrix
@@ -698,7 +698,7 @@ def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
 
 
 def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """The scale of each element in a box of an FP8 weight, which has this shape."""
+    """Return the scale of each element in a box of an FP8 weight. shape: of the whole weight."""
     import torch
     place, tensor = find_tensor(stored, opened, name + SCALES)
     got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
@@ -713,7 +713,7 @@ def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
 
 
 def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str, Any]:
-    """(file and name in it, for messages; a tensor on disk, of which nothing is read yet)."""
+    """Return (file and name, for messages; the tensor on disk, of which nothing is read yet)."""
     from safetensors import SafetensorError
     need(name in stored.files, f"{stored.folder}: has no tensor {name}, which the model asks for")
     file, key = stored.files[name]
@@ -726,7 +726,7 @@ def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str,
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """The box, counted from where `origin` begins."""
+    """Return the box, counted from where `origin` begins."""
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin))
 
 
@@ -756,8 +756,8 @@ def weights_in(folder: str) -> Stored:
 
 
 def plain_name(key: str) -> str:
-    """The name that a class of transformers has for a tensor, without what wrappers put in, and with the "model." that
-    is not there if a class without a head was saved."""
+    """Return the name of a tensor in a class of transformers: without what wrappers add, and with the "model." that is
+    missing if the class was saved without its head."""
     name = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
@@ -771,7 +771,7 @@ def open_safetensors(path: str, framework: str) -> Any:
 
 
 def open_bytes(stored: Stored, name: str, files: contextlib.ExitStack) -> tuple[BinaryIO, int]:
-    """A stream of the bytes of a tensor, and how many there are. files: closes the stream."""
+    """Return a stream of the bytes of a tensor, and how many there are. `files` closes the stream."""
     file, key = stored.files[name]
     path = os.path.join(stored.folder, file)
     open_safetensors(path, "np")  # raises ValueError for a damaged file
@@ -784,7 +784,7 @@ def open_bytes(stored: Stored, name: str, files: contextlib.ExitStack) -> tuple[
 
 
 def is_inside(path: str) -> bool:
-    """Whether a relative path leads to something in its folder."""
+    """Return whether a relative path stays inside its folder."""
     return not os.path.isabs(path) and os.pardir not in path.split(os.sep)
 
 
@@ -871,7 +871,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
 
 def json_of_export(model: Any, architecture: str, dtype: str, published: str, tokens: dict[str, Any],
                    seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of config.json and generation_config.json. The arguments are those of `export`."""
+    """Return the contents of config.json and generation_config.json. The arguments are those of `export`."""
     theirs, generation = published_json(published)
     longest = theirs.get("max_position_embeddings", 0)
     longest = max(seq, longest) if is_of_kind(longest, 1) else seq
@@ -896,7 +896,7 @@ def write_index(folder: str, shards: dict[str, dict[str, tuple[Spec, Box]]], dty
 
 
 def published_json(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of config.json and generation_config.json in a published model's folder; {} where there is none."""
+    """Return config.json and generation_config.json of a published model's folder; {} for each that is absent."""
     need(not folder or os.path.isdir(folder), f"{folder}: there is no such folder")
 
     def read(name: str) -> dict[str, Any]:
@@ -907,7 +907,7 @@ def published_json(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def published_tokens(folder: str) -> dict[str, list[int]]:
-    """The special tokens of a published model: a name in TOKENS -> the tokens, [] if it has none."""
+    """Return the special tokens of a published model: name in TOKENS -> the tokens, [] if there are none."""
     found = {}
     for name in TOKENS:
         # generation_config.json comes first, because transformers generates by its tokens.
@@ -936,7 +936,7 @@ def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None
 
 
 def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter in an export with weights of this dtype: transformers keeps routers' biases in fp32."""
+    """Return the dtype of a parameter in an export of `dtype`: transformers keeps routers' biases in fp32."""
     import torch
     return torch.float32 if spec.name.endswith(".router.bias") else dtype
 
@@ -948,7 +948,7 @@ def bytes_on_disk(spec: Spec, box: Box, dtype: torch.dtype) -> int:
 
 def plan_shards(specs: list[Spec], architecture: str, dtype: torch.dtype,
                 shard_bytes: int) -> dict[str, dict[str, tuple[Spec, Box]]]:
-    """File -> names of its tensors -> (parameter, the box of it that the tensor is). dtype: of weights."""
+    """Return file -> name of a tensor -> (its parameter, its box of the parameter). dtype: the dtype of weights."""
     shards, room = [{}], shard_bytes
     for spec in specs:
         for name, box in tensors_on_disk(spec, architecture):
