@@ -23,28 +23,29 @@ are equal bytes.
                   link         AA    BB    AA    BB
 
         An exchange starts tau steps before its result is applied, and overlaps with these steps. The sites wait only if
-        it takes longer than they do.
+        the exchange takes longer than these steps.
 
 The idea: in the plain version, all sites have the same weights after an exchange. Each takes H steps from there, and
-ends elsewhere, because its samples differ. The change, old weights minus new ones, is treated like a gradient. Its mean
-over the sites is the *outer gradient*. An *outer optimizer* applies it to the old weights:
+ends at different weights, because its samples differ. The change, old weights minus new ones, is treated like a
+gradient. Its mean over the sites is the *outer gradient*. An *outer optimizer* applies it to the old weights:
 
-    inner, H times    w = w - update of AdamW, Muon, SGD    each site, by the gradient of its own samples
+    inner, H times    w = w - update of AdamW, Muon, SGD    each site, with the gradient of its own samples
     outer, once       D = mean over sites of (w_old - w)    the outer gradient
                       m = mu m + D                          Nesterov's momentum, as in torch.optim.SGD
                       w_old = w_old - nu (D + mu m)         the same on every site
                       w = w_old                             the next H steps begin here
 
-With H = 1, SGD inside, nu = 1 and mu = 0 this is data parallelism: the mean of the sites' new weights is what a step by
-the mean of their gradients gives.
+With H = 1, SGD inside, nu = 1 and mu = 0 this is data parallelism: the mean of the sites' new weights equals the result
+of one step with the mean gradient.
 
 Symbols: n sites. P parameters. H: each weight is exchanged every H steps (--sync-every). F fragments
 (--sync-fragments): some fragment is exchanged every H / F steps. tau: the steps with which an exchange overlaps
 (--sync-overlap). nu, mu: --outer-lr and --outer-momentum.
 
-Inside a site any grid runs. All groups of ranks (core/groups.py) except "world" and "sites" lie within a site, so the
-other techniques need not know that there are several. Each group of the axis "sites" consists of the ranks with the
-same coordinates in every site. They hold the same shard, and only these groups communicate weights between sites.
+A site may use any grid, and all sites use the same one. All groups of ranks (core/groups.py) except "world" and "sites"
+lie within a site, so the other techniques need not know that there are several. Each group of the axis "sites" consists
+of the ranks with the same coordinates in every site. They hold the same shard, and only these groups communicate
+weights between sites.
 
     all sites have the same    the weights after the last exchange, and the outer momentum. Both are state of zero.py's
                                buckets, like AdamW's moments: ZeRO shards them, checkpoints save and reshard them.
@@ -55,20 +56,20 @@ same coordinates in every site. They hold the same shard, and only these groups 
 
 Where to read: PlainDiLoCo is the whole idea. Outer is the same over shards, and refines it:
 
-    fragments    An exchange covers only some of the layers, so each burst on the link is shorter. The    fragment_of,
-                 total is the same. With overlap, a slower link suffices to hide a burst.                 Fragment
+    fragments    An exchange covers only some of the layers, so it takes less time, more often. With      fragment_of,
+                 the same tau, a slower link is enough for it to finish behind the steps.                 Fragment
     quantised    Outer gradients are sent in bf16, or in 8 bits with a scale per block.                   PendingMean
     overlap      The sites take tau steps while an exchange is in flight.                                 events, Outer
 
 Saves: all but 1/H of the bytes between sites, and most of the time that sites wait for the slow link.
-Costs: Bytes. A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. For
-       int8 see PendingMean. This holds with ZeRO levels 1 to 3. Without ZeRO, each data-parallel rank sends a copy, and
-       with --dp-replicate, each replica does. If tensor or pipeline parallel ranks hold copies of a weight, each of
-       them sends it.
+Costs: Bytes. A site sends 2 (n-1)/n P elements per exchange of all weights, so 2 (n-1)/(n H) P per step. This
+       formula holds with ZeRO levels 1 to 3. Without ZeRO, each data-parallel rank sends a copy, and with
+       --dp-replicate, each replica does. If tensor or pipeline parallel ranks hold copies of a weight, each of them
+       sends it. The bytes of int8 are in PendingMean.
        Memory. The optimizer state grows by two tensors in fp32, as large as the master weights. While a fragment is in
-       flight, a rank holds one more tensor, as large as its part of the fragment: in fp32 or bf16. With int8 it holds
-       the bytes of all n sites. As an exchange starts, there are two such tensors in fp32 for a moment; bf16 and int8
-       need still more at the start and at the end.
+       flight, a rank holds a further tensor, as large as its part of the fragment, in fp32 or bf16. With int8 it holds
+       the bytes of all n sites. When an exchange starts, the differences and their concatenation exist together for a
+       moment, both in fp32.
        Gathering. At ZeRO levels 1 and 2, ranks of a site gather weights once more after an exchange: whole buckets,
        each of which contains a parameter of the fragment. Layers of all fragments may share a bucket, because they are
        dealt round-robin. So an exchange of one fragment may gather nearly all weights again.
@@ -80,8 +81,8 @@ Stops helping when: the link is idle for most of H steps already; or the sites' 
 Easily got wrong:
 - The sign. D is old weights minus new ones, so that the outer optimizer may subtract it like a gradient.
 - Resetting AdamW's moments after an exchange. They stay: the paper's inner optimizers keep their state.
-- Who joins ZeRO's all-gather inside the site, after an exchange. A rank whose shard holds nothing of the fragment must
-  still join it.
+- ZeRO's all-gather inside the site, after an exchange. A rank whose shard holds nothing of the fragment must join it,
+  too.
 
 Douillard et al. 2023 (DiLoCo); Douillard et al. 2025 (Streaming DiLoCo: fragments, overlap, few bits).
 """
@@ -91,7 +92,7 @@ import torch
 from torch import Tensor, nn
 
 from core.collectives import ALONE, Group, all_gather, all_reduce, run_demo, sent
-from core.config import OUTER_STATE, SYNC_DTYPES, need
+from core.config import SYNC_DTYPES, need
 from core.param import Spec
 
 KEPT = 0.5  # Streaming DiLoCo's alpha: the share of a site's own weights in the mix, when overlap > 0
@@ -147,10 +148,11 @@ def fragment_of(spec: Spec, fragments: int) -> int:
     return 0 if kind == "embedding" else fragments - 1
 
 
-# A bucket (ShardedBucket in zero.py) is a flat concatenation of parameters. `offset` counts in the whole bucket;
-# `shard` is this rank's range of it; `master` and every tensor of `state` cover that range only. update_weights()
-# copies `master` into this rank's shard of the weights. At levels 1 and 2 it also starts an all-gather of the whole
-# weights, `unsharding`.
+# A bucket (ShardedBucket in zero.py) is a flat concatenation of parameters. `offset` counts in the whole bucket, and
+# `shard` is this rank's range of it. Every tensor of `state`, of which `master` is one, covers that range only.
+# update_weights() copies `master` into this rank's shard of the weights, unless weights are in fp32: then both are one
+# tensor. At levels 1 and 2 it also starts an all-gather of the whole weights, `unsharding`. At levels 0 and 3 there is
+# none, and waiting for `unsharding` returns at once.
 
 class Fragment:
     """What this rank holds of one fragment: slices of its shards.
@@ -192,12 +194,12 @@ class PendingMean:
     The constructor starts the exchange. `wait` returns the mean, in the dtype of x.
 
     dtype: how x is sent.
-        "fp32": as it is, in fp32 or fp64. x is overwritten.
+        "fp32": in the dtype of x, which is fp32, or fp64 in runs of that dtype. x is overwritten.
         "bf16": sent and summed in bf16, like gradients with --reduce-dtype bf16.
         "int8": each site sends every other site 8 bits per element and a scale in fp32 per BLOCK elements, and sums
             what it receives in fp32, because sums of 8-bit numbers would not fit into 8 bits. For N elements of x it
             sends (n-1) N (1 + 4 / BLOCK) bytes, apart from padding. That is fewer bytes than in bf16 with fewer than
-            4 sites, and fewer than in fp32 with fewer than 8.
+            4 sites, and fewer than in fp32 with fewer than 8. x must be in fp32.
     """
 
     def __init__(self, x: Tensor, group: Group, dtype: str):
@@ -241,7 +243,7 @@ def events(done: int, every: int, fragments: int, overlap: int) -> tuple[int | N
     exchange is in flight when `done` is a multiple of H / F; checkpoints are saved only at such steps.
     """
     period = every // fragments
-    # Each is the ordinal of an exchange, counting from 0 at the start of training.
+    # The ordinals of the latest exchange started, and of the latest finished; the first of the run is number 0.
     starting, finished = (done + overlap) // period - 1, done // period - 1
     return (starting % fragments if (done + overlap) % period == 0 else None,
             finished % fragments if done % period == 0 else None)
@@ -260,10 +262,13 @@ class Outer:
     also call optimizer.load(source, "outer"). Otherwise the first outer gradient is measured from the weights that the
     buckets had when Outer was built.
 
-    With overlap > 0, a site has taken tau steps since the exchange of a fragment started, so its weights w contain
-    changes that the outer gradient did not. When the exchange finishes, the site sets w to KEPT w + (1 - KEPT) w_old,
-    with the new w_old. So w still deviates from w_old: the site's next outer gradient of the fragment contains
-    KEPT (w_old - w), with the w before the mix, in addition to the steps that follow.
+    With overlap > 0, a site takes tau more steps while the exchange of a fragment is in flight. To set its weights w to
+    the new w_old would lose these steps. So when the exchange finishes, the site sets them to
+
+        w' = KEPT w + (1 - KEPT) w_old
+
+    w' still deviates from w_old, by KEPT (w - w_old). This deviation is part of the site's next outer gradient of the
+    fragment. It contains a share of the tau steps, and a share of changes that were exchanged already.
     """
 
     def __init__(self, buckets: Sequence, group: Group, *, every: int, lr: float = 0.7, momentum: float = 0.9,
@@ -303,7 +308,7 @@ class Outer:
         for bucket in fragment.buckets:
             bucket.unsharding.wait()  # the inner step's all-gather may still be reading master, overwritten below
         if fragment.slices:
-            weights, old, m = (fragment.views(what) for what in ("master", *OUTER_STATE))
+            weights, old, m = (fragment.views(what) for what in ("master", "outer", "outer_m"))
             grads = self.in_flight.wait().split([len(view) for view in old])
             self.in_flight = None
             for w, w_old, its_m, grad in zip(weights, old, m, grads):
@@ -330,7 +335,10 @@ def batch(site: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(group: Group, every: int | None) -> tuple[int, float]:
-    """Return (bytes that this site has sent, error of the weights, which should all be 1). None: data parallelism."""
+    """Return (bytes that this site has sent, mean error of the weights; the true weights are all 1).
+
+    every: H of DiLoCo; None: data parallelism.
+    """
     model = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(model.weight)
     inner = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
