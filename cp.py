@@ -89,7 +89,7 @@ from core.collectives import (
     shift,
     to_device,
 )
-from core.config import padded_length
+from core.config import CP_STYLES, padded_length
 from core.param import IGNORED, acc_dtype
 from operations import CAUSAL, MATH, AttentionKernel, Mask, repeat_kv_heads, uses_kernels
 from recompute import Checkpoint
@@ -368,7 +368,8 @@ class Style(NamedTuple):
         exchange yields the shard of   rank 1      rank 0      rank 3      rank 2
         send_back(dkv of this step)    not called  1st call    2nd call    3rd call
 
-    chunks(c, i): the chunks of keys that rank i has at each step, in the order of kv's tokens.
+    chunks(c, i): the chunks of keys that rank i has at each step, in the order of kv's tokens. In each
+        step all ranks have equal work (tests/test_cp.py checks this for every style).
     exchange(own kv, group): an iterator that yields the kv of each step. It sends before it yields,
         so that the exchange runs while the step is computed. None: there is one step, with the k
         and v that the layer has made (latents).
@@ -851,7 +852,7 @@ def demo(group: Group) -> None:
 
     positions = own_positions(s, c, group.rank, q.device)
     styles = {"plain_attention": partial(plain_attention, positions=positions, group=group)}
-    for style in ("allgather", "ring", "ulysses"):
+    for style in CP_STYLES:
         styles[style] = context_parallel({"cp": group}, style, c * s, CAUSAL, SDPA)
     if c == 4:
         styles["ring, --cp-ulysses 2"] = context_parallel(
