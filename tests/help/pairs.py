@@ -204,6 +204,9 @@ def choose(generator: random.Random) -> list[Choice]:
 
 
 if __name__ == "__main__":
-    best = min((choose(random.Random(seed)) for seed in range(3)), key=lambda choices: sum(map(cost, choices)))
+    tries = []
+    for seed in range(3):
+        tries.append(choose(random.Random(seed)))
+        print(f"seed {seed}: {len(tries[-1])} grids, which cost {sum(map(cost, tries[-1])):.0f}", flush=True)
+    best = min(tries, key=lambda choices: sum(map(cost, choices)))
     CHOSEN.write_text("".join(", ".join(choice.values()) + "\n" for choice in best))
-    print(f"{len(best)} grids, which cost {sum(map(cost, best)):.0f}")

@@ -230,9 +230,11 @@ def make_optimizers(w: dict[str, torch.Tensor], optim) -> list[torch.optim.Optim
 def make_optimizer(w: dict[str, torch.Tensor], optim) -> torch.optim.Optimizer:
     groups = [dict(params=[p for p in w.values() if p.ndim >= 2], weight_decay=optim.weight_decay),
               dict(params=[p for p in w.values() if p.ndim < 2], weight_decay=0.0)]
-    if optim.optimizer != "sgd":
+    if optim.optimizer in ("adamw", "muon"):
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=1e-8)
-    return torch.optim.SGD(groups, lr=optim.lr)
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    raise ValueError(f"--optimizer {optim.optimizer}: the reference has no such rule: write it here, in plain torch")
 
 
 def mean_loss(scores: torch.Tensor, labels: torch.Tensor, optim) -> torch.Tensor:
