@@ -50,7 +50,7 @@ def test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end(tmp_pa
     records, lines = metrics(file), (tmp_path / "stdout").read_text().splitlines()
     (saved,), steps = cli.checkpoints_in(tmp_path / "out"), len(records)
     for line, has in zip(lines, ("device", "grid", "512 tokens", "31,968 parameters", "data", f"trained {steps} steps",
-                                 f"ended after {steps} of 100000 steps, as asked (SIGTERM)",
+                                 f"ended after {steps} of 100000 steps, as asked (SIGTERM)", f"saved {saved}",
                                  f"python train.py --checkpoint-dir {tmp_path}/out --resume auto", "-m run.generate "
                                  f"{tmp_path}/out --prompt"), strict=True):
         assert has in line
