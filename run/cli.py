@@ -1,8 +1,8 @@
-"""How a command of ours starts: its settings, or one line that says what is wrong with them.
+"""The start of a command: it reads its settings, or prints one line about a mistake in them.
 
-A run inherits what its flags do not give: with --resume from a checkpoint, with --init-from from a published model. All
-is read and checked before torch is imported, so that a wrong flag is answered at once: this file needs the standard
-library alone. run/checkpoint.py writes the run.json that is read here.
+A run inherits the settings that its flags do not give: with --resume from a checkpoint, with --init-from from a
+published model. Everything is read and checked before torch is imported, so a wrong flag is answered at once. For that
+reason this file needs only the standard library. run/checkpoint.py writes the run.json that is read here.
 """
 import contextlib
 import contextvars
@@ -26,13 +26,15 @@ from core.config import FIELDS, PRESETS, Config, flag, is_of_kind, need, problem
 from run import huggingface
 
 CHECKPOINT_FORMAT = 1  # of run.json and of tensors' names
-CONTENT = dict(  # an example of what run.json has, besides format and checksum
+CONTENT = dict(  # an example of the contents of run.json, without format and checksum
     step=0, samples=0, tokens=0, skipped=0, left_out=[[0]], rewinds=0, ranks=0, torch="", tokenizer="", published="",
     corpus=dict(tokens=0, files=0), files={}, model=asdict(config.Model()), grid=asdict(config.Grid()),
     settings={name: value for section in config.SECTIONS.values() for name, value in asdict(section()).items()})
-# "described" in run.json: what an export says of the data. Checkpoints of earlier versions do not have it.
-# bos: the token that begins a document, -1 for none. eos: those at which a program that generates should stop.
-# longest: the longest sample so far, in tokens. is_bytes: whether text is read without a tokenizer.
+# "described" in run.json: facts about the data, for exports. Checkpoints of earlier versions do not have it.
+#     bos        the token that begins a document; -1: there is none
+#     eos        the tokens at which a program that generates should stop
+#     longest    the longest sample so far, in tokens
+#     is_bytes   whether text is read as bytes, without a tokenizer
 DESCRIBED = dict(bos=-1, eos=[0], chat_template="", longest=0, is_bytes=False)
 SECTIONS = "settings", "model", "grid"  # of CONTENT, which have settings
 # They belong to one start of a run.
@@ -108,8 +110,8 @@ def warn_of_schedule(settings: Config, resumed: dict[str, Any]) -> None:
 
 
 def from_command_line() -> Config:
-    """`parse` for the command line of this process, which may be one of many ranks. If it names neither grid nor model,
-    the grid is that of SHOWN, and on GPUs the model that of ON_GPUS."""
+    """Parse the command line of this process, which may be one of many ranks. If it names neither grid nor model, the
+    grid is taken from SHOWN, and on GPUs the model from ON_GPUS."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until run/faults.py listens: Ctrl-C ends without imports' traceback
     for name in ("stdout", "stderr"):  # a closed one is None, and a checkpoint's file would get its number
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
@@ -238,8 +240,8 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
 
 
 def checkpoints_at(path: str, what: str) -> list[Path]:
-    """The checkpoint at this path or those in this folder, newest first. what: how an error calls the path. Raises
-    ValueError if there is none."""
+    """The checkpoint at this path, or the checkpoints in this folder, newest first. what: the name of the path in
+    errors. Raises ValueError if there is none."""
     found = [Path(path)] if Path(path, "run.json").is_file() else checkpoints_in(path)
     need(found != [], f"{what}: is no checkpoint, and no folder that has any")
     return found
@@ -350,13 +352,13 @@ def say(line: str, program: str = "train.py") -> None:
     sys.stderr.flush()
 
 
-SOON_S, LATER_S = 5, 30  # after which a line says what is waited for, and after which another one does
+SOON_S, LATER_S = 5, 30  # seconds until a first line about slow work, and from one such line to the next
 
 
 @contextlib.contextmanager
 def told_if_slow(what: str, program: str = "train.py") -> Iterator[None]:
-    """Say what the body does, if it takes longer than a few seconds, and go on saying how long it has taken. Only the
-    first rank says it. what: such as "saving a checkpoint"."""
+    """Print a line if the body takes longer than SOON_S, and another one every LATER_S, with the seconds so far. Only
+    the first rank prints. what: the work in words, such as "saving a checkpoint"."""
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -374,11 +376,11 @@ def told_if_slow(what: str, program: str = "train.py") -> Iterator[None]:
         over.set()
 
 
-speaking = contextvars.ContextVar("speaking", default=False)  # whether this rank does what no other one does
+speaking = contextvars.ContextVar("speaking", default=False)  # whether only this rank does the current work
 
 
 def note(line: str) -> None:
-    """Say something about the data, by the first rank, or by the one that alone knows it."""
+    """Print a line about the data, on the first rank, or on the only rank that does the work (`speaking`)."""
     if os.environ.get("RANK", "0") == "0" or speaking.get():
         from tqdm import tqdm
         tqdm.write(f"data: {line}", file=sys.stderr)

@@ -9,28 +9,29 @@ A step takes samples first .. first + global_batch, and each data parallel rank 
 all that is needed to resume, on any number of ranks. A sample's labels are its tokens shifted by one. They are made
 here, before context parallelism shards a sequence, since a shard's last label is the first token of another shard.
 
-Beside tokens.bin may lie tokens.mask, uint8: tokens with a 1, such as answers, are targets; those with a 0, such as
-questions, are read and not predicted: the label IGNORED takes them out of the count of targets, too (see dp.py).
+A file tokens.mask (uint8) may lie beside tokens.bin. Tokens with a 1, such as answers, are targets. Tokens with a 0,
+such as questions, are read and not predicted. Their label is IGNORED, so they do not count among the targets (see
+dp.py).
 
-Sources may be mixed by weights. Which of them sample n is from depends on n alone, not on ranks or steps:
+Sources may be mixed by weights. The source of sample n depends only on n, not on ranks or steps:
 
-    weights 3, 1      A A B A   A A B A   ...           of the first n samples, the share of each is exact to one sample
+    weights 3, 1      A A B A   A A B A   ...           in the first n samples, each share is exact to one sample
     number in each    0 1 0 2   3 4 1 5   ...           and each source has its own epochs and orders
 
-Documents are packed: a span may hold the end of one document and the beginning of others. `--mask-documents` keeps
-attention
-from crossing from one to the next; without it the model has to learn to ignore what precedes a separator. It matters
-when documents are short against the sequence. flash.py skips the tiles that a document hides, while torch's attention
-takes a dense mask of S x S and then skips nothing.
+Documents are packed: a span may hold the end of one document and the beginning of others. With `--mask-documents`,
+attention does not cross from one document to the next. Without it the model has to learn to ignore the tokens before a
+separator. It matters if documents are short compared with the sequence. flash.py skips the tiles that documents hide.
+Torch's attention takes a dense mask of S x S and skips nothing.
 
-A corpus is of text, which a model without a tokenizer reads as bytes 0..255, a separator, 256, before each document; or
-of token files (run/token_files.py). Text becomes a token file by
+A corpus consists of text or of token files (run/token_files.py). A model without a tokenizer reads text as bytes,
+0..255, with the separator 256 before each document. This command makes a token file of text:
 
     python -m run.data tokenize --tokenizer tokenizer.json --out corpus/tokens.bin PATH...
 
-which puts the tokenizer beside it, so that whoever trains on the file can sample text. PATHs are files and folders of
-text, and of records with texts or conversations: run/texts.py says which. Conversations become text by the chat
-template beside the tokenizer, else ChatML: run/chat.py. A run that begins with a published model does this itself.
+It puts the tokenizer beside the file, so that whoever trains on the file can sample text. PATHs are files and folders
+of text, and of records with texts or conversations (see run/texts.py). Conversations become text by the chat template
+beside the tokenizer, or by ChatML if there is none (run/chat.py). A run that begins with a published model does this
+itself.
 """
 import contextlib
 import hashlib
@@ -86,11 +87,14 @@ SOME_FILES = 20  # of the standard library, for a run without steps that only co
 class Corpus:
     """The files of `paths` end to end, as one read-only array of tokens.
 
-    paths: files and folders, of text or of tokens; none: the Python standard library's sources.
-    vocab: every token must be below it. dtype: of .bin files without a header; auto: what their bytes show. separator:
-    the token that begins a document in token files; -1: documents begin where the format says so, else every file is
-    one document. weights: a whole number for each path, which then is a source of its own; none: all files are one
-    source. Raises ValueError naming the file that is missing, empty, truncated or in another format.
+    paths: files and folders, of text or of tokens; none: the Python standard library's sources
+    vocab: every token must be below it
+    dtype: the dtype of .bin files without a header; auto: it is recognised from their bytes
+    separator: the token that begins a document in token files; -1: documents begin where the format says so, and a file
+        whose format does not say it is one document
+    weights: a whole number for each path, which then is a source of its own; none: all files are one source
+
+    Raises ValueError naming the file that is missing, empty, truncated or in another format.
     """
 
     def __init__(self, paths: list[str], vocab: int, dtype: str = "auto", separator: int = -1, *,
@@ -151,8 +155,8 @@ class Corpus:
     def outside(self, part: int = 0, parts: int = 1) -> int:
         """Return the place in the stream of a token outside the vocabulary, or -1.
 
-        Reads every parts-th block of BLOCK tokens, from block `part` on. Reads nothing if the dtype of the tokens, such
-        as that of text, can hold no id outside the vocabulary.
+        Reads every parts-th block of BLOCK tokens, from block `part` on. Reads nothing if the dtype of the tokens can
+        hold no id outside the vocabulary, as with text.
         """
         blocks = [(int(begin), array, start) for begin, array in zip(self.starts, self.arrays)
                   if array.dtype.kind == "i" or np.iinfo(array.dtype).max >= self.vocab
@@ -183,7 +187,7 @@ class Corpus:
 
 
 class Source(NamedTuple):
-    """Tokens start .. stop of the stream, of whose samples a run reads a share in proportion to the weight."""
+    """Tokens start .. stop of the stream. A run reads samples of sources in proportion to their weights."""
     name: str
     start: int
     stop: int
@@ -272,8 +276,10 @@ class MicroBatch(NamedTuple):
 class Samples:
     """The samples of a corpus: number 0, 1, 2 … without end.
 
-    seed: of the order, which differs from epoch to epoch; None: the order of the stream. mask_documents: give positions
-    and documents in each micro-batch. Raises ValueError for a corpus shorter than one sample.
+    seed: the seed of the order, which differs from epoch to epoch; None: the order of the stream
+    mask_documents: give positions and documents in each micro-batch
+
+    Raises ValueError for a corpus shorter than one sample.
     """
 
     def __init__(self, corpus: Corpus, seq: int, seed: int | None, mask_documents: bool = False):
@@ -337,9 +343,10 @@ class Samples:
 def in_turn(weights: list[int]) -> list[tuple[int, int]]:
     """For each of sum(weights) numbers, its source, and how many of the numbers before it are of that source.
 
-    Of the first n numbers, n w / sum(weights), rounded up or down, are of a source of weight w. So its number k has a
-    time from which on it may come and one by which it must have; the source that must come first is next, which keeps
-    all of these times (Baruah et al. 1996, Proportionate Progress, for one processor).
+    Among the first n numbers, a source of weight w has n w / sum(weights), rounded up or down. So its k-th number has
+    an earliest and a latest place. The next number is always given to the source whose latest place comes first,
+    among those whose earliest place has come. This keeps all places within their limits (Baruah et al. 1996,
+    Proportionate Progress, for one processor).
     """
     counts, order, total = [0] * len(weights), [], sum(weights)
     for n in range(total):

@@ -23,7 +23,8 @@ from run.tokenizing import Codec
 
 
 class KVCache:
-    """Keys and values of earlier tokens, by layer. With a window, those that no later token will see are dropped."""
+    """Keys and values of earlier tokens, by layer. With a window, keys and values that no later token will see are
+    dropped."""
 
     def __init__(self):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -47,11 +48,12 @@ class KVCache:
 
 def next_token_probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0,
                              top_p: float = 1.0) -> torch.Tensor:
-    """Return the probabilities [B, V] of the next token, from its logits [B, V]: softmax(logits / temperature), and 0
-    for all but the likeliest tokens.
+    """Return the probabilities [B, V] of the next token, from its logits [B, V].
 
-    top_k: how many these are; 0: all. top_p: of these, the fewest whose probabilities sum to at least top_p (Holtzman
-    et al. 2020).
+    They are softmax(logits / temperature) over the likeliest tokens, and 0 for all other tokens.
+
+    top_k: keep the top_k likeliest tokens, and tokens that are as likely as the last of them; 0: keep all
+    top_p: of the kept tokens, keep the fewest whose probabilities sum to at least top_p (Holtzman et al. 2020)
     """
     logits = logits / temperature
     if top_k:
