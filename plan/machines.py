@@ -1,8 +1,8 @@
-"""Machines: what their GPUs and the levels of their network do, and how long a collective takes on them.
+"""Machines: the rates of their GPUs and of the levels of their network, and the time of a collective on them.
 
-A collective of n ranks that sends b bytes per rank takes b / bandwidth + (n - 1) x latency, a ring's (Patarasuk and
-Yuan 2009). A group that leaves a node shares the node's network cards with its neighbours: r of its ranks in each node
-use the cards of r ranks.
+A collective of n ranks that sends b bytes per rank takes b / bandwidth + (n - 1) x latency, as in a ring (Patarasuk and
+Yuan 2009). A group that spans several nodes shares each node's network cards with its neighbours: if r of its ranks are
+in a node, it uses the cards of r ranks.
 
 A machine is one of CARDS in nodes, or a file that bench/probe.py wrote:
 
@@ -12,8 +12,8 @@ A machine is one of CARDS in nodes, or a file that bench/probe.py wrote:
      "levels": [{"name", "ranks", "latency_s", "bandwidth_bytes_per_s",            from the innermost outward
                  "per_collective": {"all_reduce": {"bandwidth_bytes_per_s"}, ...}}, ...]}
 
-Of the two rates one may be missing. Without matmul_flops the best matmul is assumed to reach 80% of the peak. Without
-peak_flops, of a device that is in no table, utilisations are those of the best matmul's rate.
+One of the two rates may be missing. Without matmul_flops, the best matmul is assumed to reach 80% of the peak. Without
+peak_flops (a device that is in no table), utilisation is relative to the rate of the best matmul.
 """
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ from core.config import need
 
 
 class Level(NamedTuple):
-    """A level of the network. ranks: how many it connects. The bandwidth is per rank and direction, the latency is per
-    hop of a ring. per_collective: name -> bandwidth, where it is known and differs."""
+    """A level of the network.
+
+    ranks: how many ranks it connects
+    latency_s: seconds per hop of a ring
+    bandwidth_bytes_per_s: per rank and direction
+    per_collective: name of a collective -> its bandwidth, if it is known and differs
+    """
     name: str
     ranks: int
     latency_s: float
@@ -41,10 +46,15 @@ class Level(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """matmul_flops: FLOP/s of the best matmul. peak_flops, matmul_flops: by dtype, "bf16" and "fp8"; where FP8 is not
-    known it is twice as fast as bf16, and 0 says that there is none. levels: from the innermost outward. In bytes per
-    second and GPU, 0 if unknown: host_link, of copies to or from the host's memory; host_memory, what the CPUs read and
-    write there."""
+    """GPUs in nodes, and the network between them.
+
+    peak_flops: FLOP/s of the data sheet, by dtype ("bf16", "fp8")
+    matmul_flops: FLOP/s of the best matmul, by dtype; without "fp8", FP8 is taken to be twice as fast as bf16, and 0
+        says that there is no FP8
+    levels: from the innermost outward
+    host_link: bytes per second and GPU of copies to or from the host's memory; 0: unknown
+    host_memory: bytes per second and GPU that the CPUs read and write in the host's memory; 0: unknown
+    """
     name: str
     gpus_per_node: int
     peak_flops: Mapping[str, float]
@@ -54,7 +64,7 @@ class Machine(NamedTuple):
     levels: tuple[Level, ...]
     host_link: float = 0.0
     host_memory: float = 0.0
-    assumed: str = ""  # what of it nobody has measured
+    assumed: str = ""  # the figures among these that nobody has measured, in words
 
     def peak(self) -> float:
         return self.peak_flops["bf16"]
@@ -70,8 +80,11 @@ class Machine(NamedTuple):
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 class Card(NamedTuple):
-    """A GPU, as its maker's data sheet describes it. bf16, fp8: dense TFLOP/s with fp32 accumulation; 0: it has no FP8.
-    link: what joins the GPUs of a node, and link_gb_s its GB/s per GPU and direction."""
+    """A GPU, as its maker's data sheet describes it.
+
+    bf16, fp8: dense TFLOP/s with fp32 accumulation; fp8 is 0 if there is none
+    link, link_gb_s: the link between the GPUs of a node, and its GB/s per GPU and direction
+    """
     family: str
     bf16: float
     fp8: float
@@ -82,10 +95,10 @@ class Card(NamedTuple):
     source: str
 
 
-# Data sheets print rates with sparsity, which are twice the dense ones here. A GeForce card multiplies at half of its
-# rate where it accumulates in fp32: its white paper has a row for that. PCIe has 16 lanes, of which this is left after
-# the encoding (github:stas00/ml-engineering @744d01e, network). NVLink bridges, which join two or four cards, are left
-# out. Where a name covers several sizes of memory, this is the smallest.
+# Data sheets print rates with sparsity, which are twice the dense rates in this table. A GeForce card multiplies at
+# half of its rate if it accumulates in fp32, and its white paper has a row for that. The rate of PCIe is for 16
+# lanes, after the encoding (github:stas00/ml-engineering @744d01e, network). NVLink bridges, which join two or four
+# cards, are left out. If a name covers several sizes of memory, the table has the smallest.
 PCIE4, PCIE5 = ("PCIe 4", 31.0), ("PCIe 5", 63.0)
 GA102 = "NVIDIA Ampere GA102 GPU architecture white paper 2.0, appendix A"
 ADA = "NVIDIA Ada GPU architecture white paper 2.1, appendix A"
@@ -138,14 +151,16 @@ def peak_flops(device_name: str) -> float | None:
 
 # ---- built-in machines ----------------------------------------------------------------------------------------------
 
-UNMEASURED = 0.8  # what a matmul and a collective are taken to reach of the data sheet, where nobody has measured them
-NETWORK_GB_S = 12.5  # between nodes, per GPU, where nothing is known: 100 Gb/s
+UNMEASURED = 0.8  # the share of the data sheet that matmuls and collectives are assumed to reach, if not measured
+NETWORK_GB_S = 12.5  # between nodes, per GPU, if nothing is known: 100 Gb/s
 
 
 class Measured(NamedTuple):
-    """What others have measured of a node (github:stas00/ml-engineering @744d01e), and what its makers say of the host:
-    its link, and the memory of all its CPUs divided by its GPUs (16 channels of DDR4-3200, DDR5-4800 or DDR5-5600, 24
-    of DDR5-4800; or 512 GB/s for two). 0: unknown."""
+    """Figures of a node that others have measured (github:stas00/ml-engineering @744d01e), and figures of its host.
+
+    The host's figures are from its makers: its link, and the memory of all its CPUs divided by its GPUs (16 channels of
+    DDR4-3200, DDR5-4800 or DDR5-5600, 24 of DDR5-4800, or 512 GB/s for two GPUs). 0: unknown.
+    """
     bf16: float = 0.0  # TFLOP/s of the best matmul
     fp8: float = 0.0
     node_gb_s: float = 0.0  # of collectives in a node, per GPU and direction
@@ -163,8 +178,8 @@ MEASURED = {
     "a100-40gb":   Measured(271,  0,    175, 22.5, 31,  51),
     "a100-opa":    Measured(271,  0,    175, 5.5,  31,  51),  # BLOOM's: four cards of 100 Gb/s per node
     "h100":        Measured(794,  1403, 363, 45,   63,  77, per_collective={"all_reduce": 436}),
-    # The playbook's: hops take what a line through the times of its 256 MB all-gathers on 2 to 32 nodes says; a ring of
-    # 32 H200s on EFA sends 365 GB/s.
+    # The playbook's cluster. The latency per hop is the slope of a line through the times of its 256 MB all-gathers
+    # on 2 to 32 nodes. A ring of 32 H200s on EFA sends 365 GB/s.
     "h100-efa":    Measured(794,  1403, 363, 45,   63,  77, (3.0, 33.0), per_collective={"all_reduce": 436}),
     "h200":        Measured(794,  1453, 363, 45,   63,  77, per_collective={"all_reduce": 480}),
     "b200":        Measured(1745, 3432, 680, 45,   63,  90, per_collective={"all_reduce": 838}),
