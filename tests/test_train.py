@@ -3,6 +3,7 @@ import contextlib
 import gc
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -329,7 +330,7 @@ def test_slow_steps_have_a_line_after_five_seconds_and_then_every_thirty(capsys,
 
 def slowly(function):
     def slow(*arguments, **named):
-        time.sleep(0.15)
+        time.sleep(0.4)
         return function(*arguments, **named)
     return slow
 
@@ -337,8 +338,9 @@ def slowly(function):
 def test_what_takes_long_says_what_it_is(tmp_path, monkeypatch, capsys):
     """Here everything takes long, and long is a twentieth of a second."""
     monkeypatch.setattr(cli, "SOON_S", 0.05)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for the tokens of the third run
     for module, name in ((data, "find"), (data, "Corpus"), (job, "load_first"), (job, "find_whole"), (job, "mean_loss"),
-                         (checkpoint.Saver, "finish"), (checkpoint, "export"), (generate, "sample")):
+                         (checkpoint.Saver, "finish"), (checkpoint, "export"), (runs, "sample")):  # which `run` calls
         monkeypatch.setattr(module, name, slowly(getattr(module, name)))
     flags = f"{SMALL} --warmup 0 --data {ROOT}/pp.py --val-data {ROOT}/dp.py --global-batch 4 --eval-steps 1"
     said = run(f"{flags} --steps 1 --checkpoint-dir {tmp_path}/out --export-hf {tmp_path}/hf --sample-prompt a")
@@ -348,7 +350,7 @@ def test_what_takes_long_says_what_it_is(tmp_path, monkeypatch, capsys):
                   f"reading the weights of {tmp_path}/hf", "comparing the checkpoint's files with their checksums",
                   "evaluating after step 0", "waiting for the save before this one", "saving the checkpoint of step 1",
                   f"exporting the model to {tmp_path}/hf", "sampling"):
-        assert f"train.py: {doing}: 0 s so far\n" in said, doing
+        assert re.search(rf"train\.py: {re.escape(doing)}: \d+ s so far\n", said), doing
 
 
 def test_only_the_first_rank_says_that_it_takes_long_and_nobody_afterwards(monkeypatch, capsys):
@@ -356,10 +358,14 @@ def test_only_the_first_rank_says_that_it_takes_long_and_nobody_afterwards(monke
     monkeypatch.setattr(cli, "LATER_S", 0.02)
     for rank, lines in ("0", 2), ("1", 0):
         monkeypatch.setenv("RANK", rank)
+        said, began = "", time.monotonic()
         with cli.told_if_slow("waiting", "this"):
             time.sleep(0.15)
-        said = capsys.readouterr().err
-        assert said.count("this: waiting: 0 s so far\n") >= lines and bool(said) == bool(lines)
+            while said.count("\n") < lines and time.monotonic() < began + 60:  # on a busy machine threads run late
+                time.sleep(0.02)
+                said += capsys.readouterr().err
+        said += capsys.readouterr().err
+        assert len(re.findall(r"this: waiting: \d+ s so far\n", said)) >= lines and bool(said) == bool(lines)
         time.sleep(0.1)
         assert capsys.readouterr().err == ""
 
