@@ -229,7 +229,7 @@ def local_micro_batches(samples: Samples, first: int, sequences: int, settings: 
     """
     grid, cp = settings.grid, groups["cp"]
     dp_rank = groups["data"].rank // cp.size  # "data" is --dp x --cp; context parallel ranks read the same sequences
-    sequences //= grid.sites  # a site reads neighbouring samples, whatever its grid is
+    sequences //= grid.sites  # a site reads neighbouring samples, on any grid
     first += groups["sites"].rank * sequences
     # c               the number of context parallel ranks
     # i               this rank's place among them

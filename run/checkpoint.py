@@ -87,7 +87,7 @@ def pieces_of_run(optimizer, routers: list[torch.nn.Module], groups: Groups, sav
     """Yield all tensors of a run's state on this rank, as views.
 
     With several sites, each has a state of its own, except that the outer optimizer's is the same on all (diloco.py).
-    The names of site 0's tensors are those of a run with one site.
+    Site 0's tensors have the same names as in a run with one site.
 
     optimizer, routers: a zero.Optimizer, and the model's ep.Routers
     saving: yield only the tensors that this rank writes; all ranks together write every element once
@@ -531,8 +531,7 @@ def export(path: Path, folder: str, dtype: str, group: Group = ALONE) -> None:
 
 
 def special_tokens(run: dict[str, Any]) -> dict[str, Any]:
-    """The tokens that the export of a run.json names: those of the data, and of a published model that has the same
-    tokenizer."""
+    """The special tokens of an export: the data's, and a published model's if both have the same tokenizer."""
     described, separator = run["described"], run["corpus"].get("separator")
     tokens = {name: [] for name in huggingface.TOKENS}
     if run["published"] and run["tokenizer"] in ("", run["published"]) and not described["is_bytes"]:

@@ -210,10 +210,12 @@ def published_settings(path: str) -> dict[str, str]:
 
 
 def separator_of(tokenizer: Any, path: str, name: str) -> int:
-    """The number of the token that begins a document: of this name; "": of the published beginning of a text, if the
-    tokenizer puts it before texts; else of the names that published tokenizers use, or of that beginning.
+    """The number of the token that begins a document.
 
-    A tokenizer may have other uses for one of these names: Gemma's <s> is HTML's.
+    name: the token's name. "" looks for the first of these: the published beginning of a text, if the tokenizer itself
+        puts it before texts; a name that published tokenizers use; the published beginning of a text.
+
+    The order matters, because a tokenizer may use one of these names for something else: Gemma's <s> is an HTML tag.
     """
     published = published_settings(path).get("bos_token")
     names = (name,) if name else (*SEPARATORS, published or SEPARATORS[0])
@@ -233,7 +235,7 @@ class Piece:
     text: str
     at: int = 0  # the place in the document of its first character
     cut: int | None = None  # about where in the document the next piece takes over; None: the document ends
-    spans: list[Span] | None = None  # the targets of a conversation; None: a text, all of which are targets
+    spans: list[Span] | None = None  # the targets of a conversation; None: every token of a text is a target
 
 
 @dataclass
@@ -353,8 +355,9 @@ def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
 def targets_of(part: Part) -> np.ndarray:
     """Which tokens of a document the model learns to predict, bool; and, last, whether it learns the document's end.
 
-    A token that lies across the beginning of an answer is learned, too, as " Yes" does where the prompt ends with a
-    space: else no answer's first word would be. But not if it has only spaces of the answer, as a marker may.
+    If a prompt ends with a space, the first token of the answer, such as " Yes", lies partly in the prompt. It is
+    learned, because otherwise the first word of an answer would never be learned. A token that holds only spaces of the
+    answer, such as a marker that takes them in, is not learned.
     """
     is_target = np.ones(len(part.ids) + 1, bool)
     if part.spans is None:
@@ -438,11 +441,11 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
             writer.finish()
             copy_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
             described = target.with_suffix(".about")
-            described.unlink(missing_ok=True)  # of a file that is replaced
+            described.unlink(missing_ok=True)  # it describes the file that is replaced
             if templates or marks.end is not None:
                 described.write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
             mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
-            # Of a file that is replaced. Its tokens go first, so that a kill leaves none beside another file's mask.
+            # Remove the earlier file, its tokens first: a kill then leaves no tokens beside another file's mask.
             for replaced in target, mask, starts:
                 replaced.unlink(missing_ok=True)
             if writer.targets < writer.count:
@@ -619,8 +622,8 @@ def read_description(tokens: Path) -> dict[str, Any]:
 def byte_tokenizer() -> Any:
     """The tokenizer of a model that reads text as bytes: token n is the byte n, and BYTES_SEPARATOR is <|endoftext|>.
 
-    The tokenizers library writes bytes as characters, as GPT-2 does: those that print as themselves, others from
-    chr(256) on.
+    The tokenizers library writes a byte as a character, like GPT-2. A printable byte is its own character. The other
+    bytes are the characters from chr(256) on.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -636,7 +639,8 @@ def byte_tokenizer() -> Any:
 def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, Any]) -> None:
     """Write the files of a run's tokenizer into the folder of an export, and the chat template of its data.
 
-    tokenizer_folder: with tokenizer.json; "": there is none. described: see cli.DESCRIBED.
+    tokenizer_folder: the folder of tokenizer.json; "": there is none
+    described: see cli.DESCRIBED
     """
     target = Path(folder)
     path, settings, template = (target / name for name in (
@@ -674,7 +678,7 @@ def users_cache() -> Path:
 
 
 def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: str = "") -> Path:
-    """Return the token file of these texts and conversations.
+    """Return the path of the token file that is made of these texts and conversations.
 
     The first process that asks for it writes it. The others wait for this process, and later runs find the file.
     beside: the folder of checkpoints beside which the file is kept; "": in the user's cache.
