@@ -103,7 +103,8 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kin
     path = saved(tokenizer, tmp_path)
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_text(json.dumps(dict(text=text)))
-    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    # The file is the judge: its scores may differ from those in memory in the last bit, which decides between equals.
+    whole = tokenizers.Tokenizer.from_file(path).encode(text, add_special_tokens=False).ids
     tokenizing.tokenize([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], path, str(tmp_path / "out" / "t.bin"))
     assert ids_of(tmp_path / "out" / "t.bin") == [0, *whole] * 2
     if text is SOURCE:
