@@ -343,9 +343,10 @@ class Schedule(NamedTuple):
     grouped: bool = False
     min_micro_batches_per_rank: int = 0
     v_shaped: bool = False  # a rank's second stage counts from the end: the last stage is on the rank of the first
-    # Whether training offers it. The others are only drawn: dualpipe needs twice the weights, and nothing here would
-    # sum the gradients of its copies; zb-h2 gains only if a rank begins the next step before others end this one, and
-    # here a step ends with the gradient norm, for which all ranks wait.
+    # Whether training offers it. The others can only be drawn. dualpipe needs two copies of the
+    # weights, and nothing sums the gradients of the two. zb-h2 is faster only if a rank can begin
+    # the next step before others end this one. Our steps end with the gradient norm, for which all
+    # ranks wait.
     runs: bool = True
 
     def allows(self, chunks: int) -> bool:

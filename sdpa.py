@@ -30,16 +30,16 @@ Masks have three kinds (`Mask.kind` in operations.py):
     "general"    a boolean tensor [rows, columns]. Needed for windows, documents, and several new
                  tokens after cached keys.
 
-Whole sequences (`attention_sdpa`): we set an order, and torch takes the first kernel that accepts
-the call. cuDNN is first because it is the fastest on Hopper. math is last because it saves the
-scores.
+Whole sequences (`attention_sdpa`): we set an order of preference. Torch takes the first kernel that
+accepts the call. cuDNN is first because it is the fastest on Hopper. math is last because it saves
+the scores.
 
-Blocks (`sdpa_forward`, `sdpa_backward`): the public function returns no lse, without which results
-of blocks cannot be merged. Its backward uses the block's own o and lse, but the gradients of a
-block depend on the whole row. So we call the private operators of one kernel: cuDNN to D = 128,
-flash for wider heads, and on CPUs the CPU's flash. On a GPU these operators refuse mask tensors,
-fp32, fp64, D above 256, and a D that is not a multiple of 8. In these cases math_forward and
-math_backward of operations.py compute the block (`has_gpu_kernel`).
+Blocks (`sdpa_forward`, `sdpa_backward`): merging the results of blocks requires the lse, which the
+public function does not return. Its backward would use the block's own o and lse, although the
+gradients of a block depend on the whole row. So we call the private operators of one kernel: cuDNN
+up to D = 128, flash for wider heads, and the CPU's flash on CPUs. On a GPU these operators refuse
+mask tensors, fp32, fp64, D above 256, and a D that is not a multiple of 8. In these cases
+math_forward and math_backward of operations.py compute the block (`has_gpu_kernel`).
 
 Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. With a mask tensor
 its backward may return NaN, and for wider heads torch may refuse the backward. So we disable cuDNN
@@ -114,8 +114,9 @@ def set_sdpa_order() -> AbstractContextManager:
 def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
     """Set which kernels the next F.scaled_dot_product_attention on a GPU may choose.
 
-    All of SDPA_ORDER, except cuDNN if heads are wider than CUDNN_WIDTH, or if there is a mask
-    tensor: cuDNN's backward then returns NaN for some lengths (pytorch#196678).
+    Allow all kernels of SDPA_ORDER, but exclude cuDNN if heads are wider than CUDNN_WIDTH or if
+    there is a mask tensor. With a mask tensor, cuDNN's backward returns NaN for some lengths
+    (pytorch#196678).
     """
     set_sdpa_order()
     torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
@@ -140,9 +141,9 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 # ---- attention of one block of keys ---------------------------------------------------------------------------------
-# What sdpa_forward and sdpa_backward add to plain_forward and plain_backward: a mask, the kernels
-# of GPUs, and an lse of -inf for rows that see no key of the block, so that merging leaves these
-# rows as they are.
+# sdpa_forward and sdpa_backward extend plain_forward and plain_backward by masks and by the kernels
+# of GPUs. They also return an lse of -inf for rows that see no key of the block, so that merging
+# does not change these rows.
 
 def check_heads(q: Tensor, k: Tensor) -> None:
     """Refuse a K that does not divide N: torch's kernel for CPUs would read beyond the last key

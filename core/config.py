@@ -7,15 +7,16 @@ else. For example, the field `global_batch` of the dataclass Batch is
     config.batch.global_batch      a value in the code
     "global_batch": 32             an entry in a checkpoint's run.json
 
-A preset, such as `--preset llama-3.1-8b`, is an architecture: it sets the fields of the section Model, and for models
-with experts also how their load is balanced. Every flag that is given overrides the preset. Flags can be put in a file:
+A preset, such as `--preset llama-3.1-8b`, is an architecture. It sets the fields of the section
+Model and, for models with experts, also how their load is balanced. Every flag that is given
+overrides the preset. Flags can be put in a file:
 
     python train.py --preset smollm-135m --layers 12 --global-batch=64 @more.args
 
 The settings come first, section by section. The presets follow, then the names that other programs use for these
-settings, then the functions that read the command line. core/rules.py takes their result, fills in defaults that depend
-on other settings, and checks that the settings go together. The last two functions of this file compute how sequences
-and buckets are padded.
+settings, then the functions that read the command line. core/rules.py takes their result, fills in
+the defaults that depend on other settings, and checks that the settings are consistent. The last
+two functions of this file compute how sequences and buckets are padded.
 
 A mistake raises ValueError with one line: the flag, its value and what would work. This file imports only the standard
 library and schedules.py, which imports nothing of the project. So a mistyped flag is reported at once, and not after

@@ -46,8 +46,8 @@ following four. In the figure they coincide, because it has one replica, no cont
                 axis dp, or edp for experts. It is never the axis data.
 
 With --sites (diloco.py) the outermost dimension is the site. All axes except "world" and "sites" then lie within a
-site. So the files of the techniques need not know of other sites. What they do with all ranks, they do with those of a
-site: see within_site.
+site. So the files of the techniques need not know about other sites. Their operations on all ranks
+run on the ranks of one site: see within_site.
 """
 import datetime
 import math
@@ -74,12 +74,13 @@ class Axis(NamedTuple):
 # The order matters: run/dryrun.py attributes the calls of a shared process group to the last of its axes here. muon and
 # world come first, so that a narrower axis with the same ranks gets the calls.
 #
-# A group of tie is only the two ends of a group of pp: see members_of_axes.
+# A group of tie contains only the two ends of a group of pp: see members_of_axes.
 #
 # With one site, "site" would be "world" and "sites" nothing, so neither is there.
 #
-# Nobody communicates over kv. It is an axis because core/param.py needs a rank's coordinate on it, which is Group.rank.
-# Group.rank asks the process group, so kv has one (with NCCL, a communicator) all the same.
+# No file communicates over kv. It is an axis because core/param.py needs a rank's coordinate on it,
+# which is Group.rank. Group.rank asks the process group, so kv has one (with NCCL, a communicator)
+# anyway.
 AXES = {
     "muon": Axis("dense", "shard cp tp", "", "muon.py: momenta and updates of matrices"),
     "world": Axis("dense", "sites pp replicate shard cp tp", "",

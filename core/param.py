@@ -209,8 +209,9 @@ def draw(seed: int) -> Source:
     """Return the source of random initial values: the same bits on every grid and device.
 
     The global tensor is divided into blocks of whole rows (a row is one index of the first dimension). Each block has
-    its own generator, on the CPU. A rank draws the blocks that its box meets, one at a time, and copies its elements.
-    Of a weight that is sharded by columns, it draws whole rows, and keeps some columns of them.
+    its own generator, on the CPU. A rank draws the blocks that overlap its box, one at a time, and
+    copies its elements. If a weight is sharded by columns, the rank draws whole rows and keeps some
+    of their columns.
     """
     def source(spec: Spec, box: Box) -> Tensor:
         if spec.std == 0:
