@@ -1,12 +1,12 @@
-"""Our techniques beside what torch and transformers ship: the same work in one run, the contenders taking turns.
+"""Compare our techniques with those of torch and transformers: equal work, measured in turns.
 
     python -m bench train                            a training step; rival: transformers' Llama with fused AdamW
     python -m bench ep                               a layer of experts; rivals: transformers' Mixtral blocks
-    python -m bench check                            do our kernels run here, and are they right? See bench/check.py
-    torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs, see bench/smoke.py
-    python -m bench gpu                              is all right on a GPU, and how fast? In 575 s, or --limit SECONDS;
-                                                     the same command goes on where it ended. What it finds is in the
-                                                     folder of --out FOLDER; --only STAGES. See bench/gpu.py
+    python -m bench check                            do our kernels run here, and are they correct? See bench/check.py
+    torchrun --nproc_per_node=2 -m bench smoke       three steps on every grid, on GPUs or CPUs. See bench/smoke.py
+    python -m bench gpu                              correctness and speed of everything on a GPU, in 575 s or
+                                                     --limit SECONDS. The same command continues where it ended.
+                                                     Results are in --out FOLDER. --only STAGES. See bench/gpu.py
     torchrun --nproc_per_node=4 -m bench dp zero tp  a training step; rivals: DistributedDataParallel; at ZeRO level 1
                                                      ZeroRedundancyOptimizer, at level 3 fully_shard (FSDP2); DTensor
     torchrun --nproc_per_node=4 -m bench cp          attention over one long sequence; rival: torch's with a mask,
@@ -16,14 +16,17 @@
     torchrun --nproc_per_node=4 -m bench checkpoint  saving a training state; rivals: torch.distributed.checkpoint of
                                                      each rank's shards; torch.save of the gathered state
 
-In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer; check, smoke and gpu have
-flags of their own, other parts refuse all. A training step computes in fp32 the mean loss over the valid tokens of the
-global batch, clips the norm of the complete gradient, and updates with fused AdamW. All but checkpoint take GPUs if
-there is one for each rank (fp32 matmuls are then in TF32; not tried on any yet), else CPUs.
+In train, dp, zero and tp, flags of train.py choose the model, the batch and the optimizer. check,
+smoke and gpu have their own flags. Other parts accept no flags. A training step computes the mean
+loss over the valid tokens of the global batch in fp32, clips the norm of the complete gradient, and
+updates with fused AdamW. All parts except checkpoint use GPUs if there is one for each rank, and
+CPUs otherwise. On GPUs, fp32 matmuls are in TF32; this has not been tried on a GPU yet.
 
-Columns: the median time per step, the fastest and the slowest turn's, tokens per second; and per step of rank 0,
-counted at every operation (run/meter.py): MB that a ring sends, collectives, MB live between two steps (at rest) and at
-the peak. In brackets: divided by the figure of the last line; below 1 we are faster, or send or hold less.
+Columns: the median time per step, the times of the fastest and the slowest turn, and tokens per
+second. The other columns are for one step of rank 0, counted at every operation (run/meter.py): MB
+sent if collectives run as rings, the number of collectives, and MB live between two steps (at rest)
+and at the peak. Brackets show the ratio to the last line. Below 1 we are faster, or send or hold
+less.
 """
 import argparse
 import importlib
@@ -75,7 +78,7 @@ from tp import MATMUL, Column, Row, TensorParallel
 from zero import Optimizer
 
 Step = Callable[[], None]
-Build = Callable[[], Step]  # makes a contender's model; what it returns runs one step
+Build = Callable[[], Step]  # makes a contender's model and returns a function that runs one step
 CP_SEQUENCES = 4096, 8192  # tokens of each sequence
 PP_TOKENS, PP_MICRO_BATCHES, PP_WIDTH = 512, 8, 256  # tokens per micro-batch
 EP_TOKENS = 2048  # per rank
@@ -85,7 +88,10 @@ device = torch.device("cpu")  # of all contenders; main chooses it
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[str, list[float]]:
-    """`repeats` times per contender, in turns: the mean seconds of `steps` steps. A turn of warmup comes first."""
+    """Return the mean seconds of `steps` steps, `repeats` times per contender.
+
+    The contenders take turns. The first turn is a warmup and does not count.
+    """
     seconds = {name: [] for name in contenders}
     for turn in range(repeats + 1):
         if int(os.environ.get("RANK", 0)) == 0:
@@ -100,12 +106,15 @@ def take_turns(contenders: dict[str, Step], repeats: int, steps: int) -> dict[st
 
 
 def measure_seconds(step: Step, steps: int) -> float:
-    """Of each of so many steps: on a GPU between two events on its stream, so that neither this process's way to the
-    first launch nor its waiting for the last kernel is in it; on a CPU by the clock."""
+    """Return the mean seconds of `steps` calls of `step`.
+
+    On a GPU this is the time between two events on its stream, so it includes neither the host's
+    work before the first launch nor its wait for the last kernel. On a CPU it is wall-clock time.
+    """
     synchronize()
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # a millisecond: on an idle stream `start` would be over before the first launch
+        torch.cuda._sleep(2_000_000)  # a millisecond: on an idle stream `start` would complete before the first launch
         start.record()
     began = time.perf_counter()
     for _ in range(steps):
@@ -118,13 +127,14 @@ def measure_seconds(step: Step, steps: int) -> float:
 
 
 def synchronize() -> None:
-    """Wait until this rank's GPU, if it has one, has done what it was given."""
+    """Wait until this rank's GPU, if it has one, has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def bytes_sent(call: Collective) -> float:
-    """What this rank sends in a collective that runs as a ring, see core/collectives.py."""
+    """Return the bytes that this rank sends if the collective runs as a ring: see
+    core/collectives.py."""
     if call.name in ("send", "recv_"):
         return call.bytes if call.name == "send" else 0
     n = _resolve_process_group(call.group).size()
@@ -132,7 +142,10 @@ def bytes_sent(call: Collective) -> float:
 
 
 def count(build: Build) -> dict[str, float]:
-    """What this rank sends and holds in a step, the second one. Live bytes count from before the model is made."""
+    """Count what this rank sends and holds in its second step.
+
+    Live bytes are those allocated since before the model was made.
+    """
     with Meter() as meter:
         step = build()
         step()
@@ -146,7 +159,7 @@ def count(build: Build) -> dict[str, float]:
 
 
 def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: int = 20) -> None:
-    """Print a line per contender. The last one is the rival that ratios refer to. tokens: per step, of all ranks."""
+    """Print a line per contender. Ratios refer to the last one. tokens: per step, of all ranks."""
     counts = {name: count(build) if dist.is_initialized() else {} for name, build in contenders.items()}
     seconds = take_turns({name: build() for name, build in contenders.items()}, repeats, steps)
     if dist.is_initialized() and dist.get_rank():
@@ -166,7 +179,7 @@ def compare(contenders: dict[str, Build], tokens: int, repeats: int = 5, steps: 
 # ---- training steps -------------------------------------------------------------------------------------------------
 
 def build(settings: config.Config, groups: Groups) -> tuple[Llama, Optimizer]:
-    """In fp32, with the seed's weights."""
+    """Build the model in fp32, with the seed's weights, and its optimizer."""
     settings.precision.dtype = "fp32"
     model = train.build_model(settings, groups, device)
     optimizer = train.build_optimizer(settings, model, groups)
@@ -198,7 +211,7 @@ def build_llama(model: config.Model) -> torch.nn.Module:
 
 
 def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False) -> torch.optim.Optimizer:
-    """Fused AdamW that decays matrices and not vectors. zero1: torch's ZeRO level 1."""
+    """Build a fused AdamW that decays only matrices. zero1: use torch's ZeRO level 1."""
     groups = [dict(params=[p for p in model.parameters() if p.ndim >= 2], weight_decay=optim.weight_decay),
               dict(params=[p for p in model.parameters() if p.ndim < 2], weight_decay=0.0)]
     make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW) if zero1 else torch.optim.AdamW
@@ -206,7 +219,8 @@ def build_adamw(model: torch.nn.Module, optim: config.Optim, zero1: bool = False
 
 
 def shard_fully(model: torch.nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
-    """FSDP2 of transformers' Llama, with the same units as ours. reduce_dtype: in which gradients are reduced."""
+    """Apply FSDP2 to transformers' Llama, with the same units as ours. Gradients are reduced in
+    `reduce_dtype`."""
     shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for layer in (model.model.embed_tokens, *model.model.layers):
         shard(layer)
@@ -215,7 +229,7 @@ def shard_fully(model: torch.nn.Module, reduce_dtype: torch.dtype | None = None)
 
 
 def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
-    """Tensor and sequence parallelism of transformers' Llama by parallelize_module, with torchtitan's plan."""
+    """Apply tensor and sequence parallelism to transformers' Llama, with torchtitan's plan."""
     gather, scatter = dict(input_layouts=Shard(1)), dict(output_layouts=Shard(1))
     plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **scatter),
             "model.norm": SequenceParallel(),
@@ -233,7 +247,10 @@ def shard_by_dtensor(model: torch.nn.Module, ranks: int) -> None:
 
 
 def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: str) -> Step:
-    """transformers' Llama and torch's AdamW, alone ("") or wrapped by "ddp", "zero1", "fsdp" or "dtensor"."""
+    """Build a step of transformers' Llama and torch's AdamW.
+
+    wrap: "ddp", "zero1", "fsdp" or "dtensor"; "" for none of them.
+    """
     model, optim, inputs = build_llama(settings.model), settings.optim, {}
     if wrap == "fsdp":
         shard_fully(model, torch.bfloat16 if settings.precision.reduce_dtype == "bf16" else None)
@@ -266,7 +283,7 @@ def build_theirs(settings: config.Config, tokens: Tensor, labels: Tensor, wrap: 
     return step
 
 
-TRAINING = {  # by part: our flags, the rival's name, what wraps it
+TRAINING = {  # part -> (our flags, the rival's name, its wrapper)
     "train": [("", "transformers + fused AdamW", "")],
     "dp": [("--zero 0", "DistributedDataParallel", "ddp")],
     "zero": [("--zero 1", "ZeroRedundancyOptimizer", "zero1"), ("--zero 3", "fully_shard", "fsdp"),
@@ -275,8 +292,10 @@ TRAINING = {  # by part: our flags, the rival's name, what wraps it
 
 
 def bench_training(part: str, flags: list[str]) -> None:
-    """A training step of train.py's model beside the same step with what torch or transformers ships. Flags of train.py
-    choose the model, the batch and the optimizer; all contenders compute in fp32."""
+    """Compare a training step of train.py's model with the same step by torch or transformers.
+
+    Flags of train.py choose the model, the batch and the optimizer. All contenders compute in fp32.
+    """
     n = dist.get_world_size() if dist.is_initialized() else 1
     for our_flags, rival, wrap in TRAINING[part]:
         our_flags = our_flags.format(n=n)
@@ -298,8 +317,11 @@ def bench_training(part: str, flags: list[str]) -> None:
 # ---- attention, a pipeline, a layer of experts ----------------------------------------------------------------------
 
 def build_attention(style: str | None, seq: int) -> Step:
-    """Forward and backward of this rank's chunk of one sequence: 4 heads of 64, 2 of keys and values, fp32. style: one
-    of CP_STYLES, or None for torch's attention over all-gathered keys and values."""
+    """Build forward and backward of attention for this rank's chunk of one sequence.
+
+    4 query heads, 2 key and value heads, 64 wide, in fp32. style: one of CP_STYLES, or None for
+    torch's attention over all-gathered keys and values.
+    """
     group, c, i = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     q, k, v = (torch.randn(1, heads, seq // c, 64, device=device, requires_grad=True) for heads in (4, 2, 2))
     do = torch.randn_like(q)
@@ -322,15 +344,19 @@ def build_attention(style: str | None, seq: int) -> Step:
 
 
 def bench_cp() -> None:
-    """Attention over one long sequence, forward and backward, in every style of context parallelism, beside torch's
-    attention with a mask over all-gathered keys and values. Sizes are fixed, so there are no flags."""
+    """Compare attention over one long sequence, forward and backward, in every style of context
+    parallelism.
+
+    The rival is torch's attention with a mask over all-gathered keys and values. Sizes are fixed,
+    so there are no flags.
+    """
     for seq in CP_SEQUENCES:
         styles = {f"penteract --cp-style {style}": style for style in CP_STYLES} | {"torch, gather and mask": None}
         compare({f"{name}, S {seq}": partial(build_attention, style, seq) for name, style in styles.items()}, seq, 5, 1)
 
 
 class Stage(torch.nn.Module):
-    """Three times x + down(tanh(up(x))), by our layers or by torch's."""
+    """x + down(tanh(up(x))), three times, by our layers or by torch's."""
 
     def __init__(self, ours: bool):
         super().__init__()
@@ -350,7 +376,8 @@ class Stage(torch.nn.Module):
 
 
 def run_ours(plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
-    """A step on our engine. chunks: this rank's stages by number. x: the input of all micro-batches."""
+    """Build a step on our engine. chunks: this rank's stages by number. x: the input of all
+    micro-batches."""
     engine = Engine(plan, Group("pp", dist.group.WORLD), device=device)
     micro_batches = x.split(PP_TOKENS)
 
@@ -362,7 +389,7 @@ def run_ours(plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
 
 
 def run_theirs(schedule_class: str, plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
-    """The same step on torch.distributed.pipelining."""
+    """Build the same step on torch.distributed.pipelining."""
     example = torch.randn(PP_TOKENS, PP_WIDTH, device=device, requires_grad=True)  # so the stage expects gradients
     stages = [pipelining.PipelineStage(chunk, stage, plan.stages, device, (example,), (example,),
                                        group=dist.group.WORLD) for stage, chunk in chunks.items()]
@@ -374,7 +401,8 @@ def run_theirs(schedule_class: str, plan: schedules.Plan, chunks: dict[int, Stag
 
 
 def build_pipeline(name: str, schedule_class: str | None) -> Step:
-    """name: of our schedule. schedule_class: the name of torch's, which is run unless it is None."""
+    """Build a step of a pipeline. name: our schedule. schedule_class: the name of torch's schedule,
+    which runs instead of ours unless it is None."""
     plan = schedules.make_plan(name, dist.get_world_size(), PP_MICRO_BATCHES)
     chunks = {stage: Stage(ours=schedule_class is None) for stage in range(plan.stages)
               if plan.owner[stage, 0] == dist.get_rank()}
@@ -390,8 +418,11 @@ def build_pipeline(name: str, schedule_class: str | None) -> Step:
 
 
 def bench_pp() -> None:
-    """A step of a pipeline by our engine beside the same schedule of torch.distributed.pipelining. Sizes are fixed, so
-    there are no flags."""
+    """Compare a step of a pipeline on our engine with the same schedule of
+    torch.distributed.pipelining.
+
+    Sizes are fixed, so there are no flags.
+    """
     for name, rival in (("1f1b", "Schedule1F1B"), ("interleaved", "ScheduleInterleaved1F1B"),
                         ("zb1p", "ScheduleInterleavedZeroBubble"), ("zb-v", "ScheduleZBVZeroBubble")):
         compare({f"penteract --schedule {name}": partial(build_pipeline, name, None),
@@ -399,8 +430,10 @@ def bench_pp() -> None:
 
 
 def build_experts(how: str, group: Group) -> Step:
-    """Forward and backward of a layer of 8 experts, 2 per token, 512 wide, 1024 inside; gradients accumulate. how:
-    "ours", or the name of transformers' implementation."""
+    """Build forward and backward of a layer of 8 experts, 2 per token, 512 wide and 1024 inside.
+
+    Gradients accumulate. how: "ours", or the name of transformers' implementation.
+    """
     model = rules.parse("--hidden 512 --heads 8 --kv-heads 8 --ffn 1024 --experts 8 --top-k 2".split()).model
     x, dy = (torch.randn(EP_TOKENS, model.hidden, device=device) for _ in range(2))
     if how == "ours":
@@ -435,8 +468,11 @@ def build_experts(how: str, group: Group) -> Step:
 
 
 def bench_ep() -> None:
-    """A layer of experts, forward and backward: on one process beside transformers' Mixtral blocks; on several, with
-    the experts over all of them, some of them, or one. Sizes are fixed, so there are no flags."""
+    """Compare a layer of experts, forward and backward, with transformers' Mixtral blocks.
+
+    This is for one process. Several processes compare our layer with its experts divided over all
+    ranks, over some, or not at all. Sizes are fixed, so there are no flags.
+    """
     if not dist.is_initialized():
         contenders = {"penteract": "ours", "transformers, loop": "eager", "transformers, grouped": "grouped_mm"}
         compare({name: partial(build_experts, how, ALONE) for name, how in contenders.items()}, EP_TOKENS, 10, 2)
@@ -456,7 +492,7 @@ CHECKPOINT_MODEL = "--layers 8 --hidden 512 --heads 8 --ffn 1408 --zero 1"  # 26
 
 
 def gather_and_save(tensors: list[Tensor], path: str) -> None:
-    """What a trainer without shards does: the first rank gathers everything and writes it."""
+    """Save as a trainer without shards does: the first rank gathers everything and writes it."""
     for i, tensor in enumerate(tensors):
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
         dist.gather(tensor, parts)
@@ -467,8 +503,11 @@ def gather_and_save(tensors: list[Tensor], path: str) -> None:
 
 
 def bench_checkpoint() -> None:
-    """Saving the optimizer's state, without the check that files can be read back, beside torch.distributed.checkpoint
-    of each rank's shards and torch.save of the gathered state. Sizes are fixed, so there are no flags."""
+    """Compare saving the optimizer's state, without the check that files can be read back.
+
+    The rivals are torch.distributed.checkpoint of each rank's shards and torch.save of the gathered
+    state. Sizes are fixed, so there are no flags.
+    """
     settings = rules.parse(CHECKPOINT_MODEL.split(), dist.get_world_size())
     groups = build_groups(settings.grid, settings.model)
     model, optimizer = build(settings, groups)
@@ -480,7 +519,7 @@ def bench_checkpoint() -> None:
 
     def save_ours(turn: int) -> float:
         nonlocal saver
-        if turn == 0:  # the one whose bytes are counted: with its staging memory, and without a thread
+        if turn == 0:  # the turn whose bytes are counted: with its staging memory, and without a thread
             saver = checkpoint.Saver(f"{folder}/ours", pieces, 1, host)
             saver.stage.copy()
             return saver.write(turn, {})
@@ -514,7 +553,7 @@ def bench_checkpoint() -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 def bench_check(flags: list[str]) -> None:
-    """Begin this process again where Triton, which has been imported, must interpret."""
+    """Run bench check. If Triton, already imported, must interpret, first restart this process."""
     if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         os.execve(sys.executable, sys.orig_argv, os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"})
     importlib.import_module("bench.check").main(flags)
@@ -529,7 +568,7 @@ ONE_PROCESS = "train", "gpu", "check"  # parts for one process
 
 
 def check(parts: list[str], flags: list[str], ranks: int) -> None:
-    """Raises ValueError, one line, for what cannot run."""
+    """Raise ValueError with one line if the parts cannot run."""
     for part in OWN_FLAGS:
         need(part not in parts or len(parts) == 1, f"{part} shares no run: its flags are not those of train.py")
     for part in parts:
@@ -544,7 +583,7 @@ def check(parts: list[str], flags: list[str], ranks: int) -> None:
 
 
 def explain(part: str) -> None:
-    """Print what --help says of one part."""
+    """Print the help of one part."""
     if part in OWN_FLAGS:
         module = importlib.import_module(f"bench.{part}")
         config.read_known(module.Flags, ["--help"], module.USAGE)  # which ends this process
@@ -557,12 +596,14 @@ def explain(part: str) -> None:
         print(table(contenders, "<<<<"))
     else:
         print(inspect.getdoc(PARTS[part]))
-    print("\nWhat the columns are, and which other parts there are, says python -m bench --help.")
+    print("\npython -m bench --help explains the columns and lists the other parts.")
 
 
 def read_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(the parts, the other flags). --help explains the part that precedes it, or all of this page. Raises ValueError
-    for a part that there is not."""
+    """Return (the parts, the other flags). --help explains the part before it, or prints this page.
+
+    Raise ValueError for an unknown part.
+    """
     if arguments[:1] and arguments[0] in PARTS and {"-h", "--help"} & set(arguments):
         explain(arguments[0])
         sys.exit()

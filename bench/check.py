@@ -1,12 +1,20 @@
-"""Do our kernels run here, and are they right? Each beside the same in torch and in fp64, on the shapes of a model.
+"""Do our kernels run here, and are they correct? Compare each with torch and with fp64, on a
+model's shapes.
 
     python -m bench check [--preset llama-3.1-8b]
 
-A new machine's first command: in bf16 on a GPU, and FP8 where that has it; without a GPU in Triton's interpreter, in
-fp32. A line for each forward and backward has the largest error of the kernel's results, relative to fp64, and that of
-torch's in the same dtype. "ok": the first is at most twice the second. "differs": it is not; --kernels torch trains
-without our kernels. "does not run": it does not compile or launch, and why; training replaces it by torch, and says so.
-The exit code is 0 if all is ok, else 1. Errors are on stderr, whole.
+Run this command first on a new machine. On a GPU it checks in bf16, and in FP8 if the GPU supports
+it. Without a GPU it uses Triton's interpreter, in fp32.
+
+Each forward and each backward has a line. It shows the largest error of the kernel's results
+relative to fp64, the same error of torch in the kernel's dtype, and a verdict:
+
+- "ok": the kernel's error is at most twice torch's.
+- "differs": it is larger. --kernels torch trains without our kernels.
+- "does not run": the kernel does not compile or launch. The reason follows. Training uses torch
+  instead, and says so.
+
+The exit code is 0 if every line is ok, and 1 otherwise. Full errors are on stderr.
 """
 import sys
 import traceback
@@ -46,7 +54,11 @@ class Flags:
 
 
 def cases(model: config.Model, T: int = TOKENS) -> dict[str, tuple[Callable, Callable, list[tuple[int, ...]]]]:
-    """By name: what launches kernels, the same in torch (perhaps one function), and the shapes of their tensors."""
+    """Return name -> (a function that launches kernels, the same in torch, the shapes of their
+    arguments).
+
+    The two may be one function that has both paths.
+    """
     H, N, K, D, V = model.hidden, model.heads, model.kv_heads, model.head_dim, model.vocab
     angles = operations.rotary_angles(torch.arange(T, device=DEVICE), model, torch.float32)
     labels = torch.arange(T, device=DEVICE) * 7919 % V
@@ -90,7 +102,10 @@ def cases(model: config.Model, T: int = TOKENS) -> dict[str, tuple[Callable, Cal
 
 
 def compute(function: Callable, inputs: list[Tensor], uses_kernels: bool) -> list[tuple[Tensor, ...] | str]:
-    """[results, gradients if there are any]; in place of what a kernel does not compute, why."""
+    """Return [results, gradients if there are any].
+
+    If a kernel fails, the list ends with the reason instead.
+    """
     leaves, found = [x.detach().clone().requires_grad_() for x in inputs], []
     for x in leaves:
         x.sink = None  # see gradients.main_grad
@@ -113,9 +128,9 @@ def compute(function: Callable, inputs: list[Tensor], uses_kernels: bool) -> lis
 
 
 def check(name: str, preset: str) -> list[tuple[str, ...]]:
-    """Lines of the table."""
+    """Check one case and return its lines of the table."""
     def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, **options) -> None:
-        kernel[grid](*args, **options)  # after kernels.launch torch would compute what does not run
+        kernel[grid](*args, **options)  # kernels.launch would fall back to torch if the kernel does not run
     ours, torchs, shapes = cases(rules.parse(["--preset", preset]).model)[name]
     torch.manual_seed(0)
     inputs, rows = [torch.randn(shape).to(DEVICE, DTYPE) for shape in shapes], []
@@ -139,7 +154,7 @@ def main(arguments: list[str]) -> None:
     config.need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
     preset, worker = flags.preset or ("llama-3.1-8b" if ON_GPU else "tiny"), Worker()
     rows = [("kernel", "shapes", "its error", "torch's", "verdict")]
-    for name in cases(rules.parse(["--preset", preset]).model):  # on a GPU in processes that a failure may end
+    for name in cases(rules.parse(["--preset", preset]).model):  # on a GPU by another process: a failure may end it
         with told_if_slow(f"checking {name}", "bench.check"):
             found = worker.measure(Row(name, partial(check, name, preset)), 60) if ON_GPU else check(name, preset)
         rows += [(name, "", "", "", f"does not run: {found}")] if isinstance(found, str) else found

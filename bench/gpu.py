@@ -1,42 +1,49 @@
-"""One GPU: does everything compute right on it, and how fast? Figures stand beside those of rivals and expected ones.
+"""Test one GPU: does it compute everything correctly, and how fast?
+
+Figures are shown beside expected figures and the figures of rivals.
 
     python -m bench gpu                 the first ten minutes, in 575 seconds
-    python -m bench gpu --limit 190     three more: what is left. The same command always goes on where it ended
+    python -m bench gpu --limit 190     three more minutes for what is left. Each call continues where the last ended
 
-The stages, in this order; `--only NAMES` takes some of them:
+The stages run in this order. `--only NAMES` selects some of them. bench/gpu_rows.py lists the rows
+of training, kernels and rest.
 
-    right       the probe (bench/probe_gpu.py), bench check, bench smoke and the tests that need a GPU, side by side, in
-                75 s: right.txt. No timing in it counts
-    training    training runs of the largest sizes that fit the card: bench/gpu_rows.py has the rows of this stage, ...
-    kernels     ... of this: matmuls, attention, short runs, what is bound by memory, ...
-    nccl        two ranks on this GPU train on each grid, beside one process: nccl.txt. This shows the order of streams
-                and collectives, not speed
-    rest        ... and of this: variants, streams, and other training runs
+    right       the probe (bench/probe_gpu.py), bench check, bench smoke and the tests that need a GPU, all at the same
+                time, in 75 s. Timings in right.txt therefore mean nothing
+    training    training runs of the largest sizes that fit the card
+    kernels     matmuls, attention, short runs, and kernels bound by memory
+    nccl        two ranks on this GPU train on each grid, compared with one process (nccl.txt). This shows the order of
+                streams and collectives, not speed
+    rest        variants, streams, and other training runs
 
-Files: right.txt, nccl.txt and log.txt, which has all that is printed; table.md, rows.jsonl, reports.txt and clocks.csv
-as bench/rows.py says. What is in right.txt, nccl.txt and rows.jsonl is not measured again: delete what should be. They
-are in the folder of --out, by default gpu-results/. If there is no --out, but the variable OUT names a folder, as of a
-job whose results are fetched from there, they are in that one: files of gpu-results/ are copied there first, and all
-are copied back after each stage, from where the next job goes on. No setting of the GPU is changed.
+Files: right.txt; nccl.txt; log.txt, with everything that is printed; and table.md, rows.jsonl,
+reports.txt and clocks.csv, which bench/rows.py explains. Nothing that is in right.txt, nccl.txt or
+rows.jsonl is measured again. Delete it there to measure it again. No setting of the GPU is changed.
+
+The files are in the folder of --out, by default gpu-results/. Without --out, an environment
+variable OUT may name the folder. This is for jobs whose results are fetched from there. The files
+of gpu-results/ are then copied to OUT first, and all files are copied back after each stage, so
+that the next job continues from gpu-results/.
 
 What to look for on an unknown GPU:
 
-    a line that is not as expected   mend it first; or train with --kernels torch
-    a grid of nccl.txt that hangs    run it alone with NCCL_DEBUG=INFO and TORCH_NCCL_BLOCKING_WAIT=1
-    matmuls below 640 TFLOP/s        of an H100 or H200: look at the clocks, and tune nothing
-    more than 3% idle                the host is too slow: larger micro-batches, less tensor parallelism
-    flash_fwd among the kernels      where torch's attention was expected: cuDNN was refused, find out why
+    a line differs from expected     fix it first, or train with --kernels torch
+    a grid of nccl.txt hangs         run only this grid, with NCCL_DEBUG=INFO and TORCH_NCCL_BLOCKING_WAIT=1
+    matmuls below 640 TFLOP/s        on an H100 or H200: look at the clocks; do not tune
+    more than 3% idle                the host is too slow: use larger micro-batches, less tensor parallelism
+    flash_fwd among the kernels      if torch's attention was expected: cuDNN was refused, so find out why
     attention above 12%              the same
-    elementwise above 7%             tile sizes of kernels.py
-    FP8 / bf16 above 0.85            FP8 does not pay here
-    a variant is faster              it becomes the default if its training row gains 1%, or else its code goes
-    more blocked pairs at 8          than at 32 connections: train with CUDA_DEVICE_MAX_CONNECTIONS=32. Nothing here
-                                     needs 1, by which Megatron orders launches: events order what depends on each other
+    elementwise above 7%             try other tile sizes in kernels.py
+    FP8 / bf16 above 0.85            FP8 does not pay off here
+    a variant is faster              if its training row gains 1%, make it the default; otherwise remove its code
+    more blocked pairs at 8          than at 32 connections: train with CUDA_DEVICE_MAX_CONNECTIONS=32. 1 is never
+                                     needed. Megatron uses 1 to order launches; here events order what is dependent
 
-Kernels are timed by triton.testing.do_bench, each call with an empty L2 cache, on random bf16 inputs. Contenders of one
-row do equal work. A ratio is our time divided by the fastest rival's: below 1 we win. What is bound by memory is also
-compared with the rate of a copy. Results are checked against fp64 on smaller inputs. Bursts of calls find the GPU cool:
-only training rows have the clocks that a run sustains.
+Kernels are timed by triton.testing.do_bench, each call with an empty L2 cache, on random bf16
+inputs. Contenders of one row do equal work. A ratio is our time divided by the time of the fastest
+rival, so below 1 we are faster. Kernels that are bound by memory are also compared with the rate of
+a copy. Results are checked against fp64 on smaller inputs. The GPU stays cool in short bursts of
+calls. Only training rows show the clocks that a run sustains.
 """
 import contextlib
 import datetime
@@ -65,7 +72,7 @@ STAGES = "right", "training", "kernels", "nccl", "rest"
 RESULTS = "gpu-results"
 LEAST_S = 60  # no program begins with less time left
 END = b"\0end of the log\0"
-GRACE_S = 40  # in which a program that is asked to end does so: torchrun gives its ranks 30
+GRACE_S = 40  # the time that a program has to end when asked: torchrun gives its ranks 30 s
 
 
 # ---- programs whose output is kept ----------------------------------------------------------------------------------
@@ -76,7 +83,7 @@ class Program(NamedTuple):
     expected: str
 
 
-# Those that need a GPU, and those of kernels, which run compiled where there is one.
+# Tests that need a GPU, and tests of kernels, which run compiled on a GPU.
 TESTS = "tests/test_kernels.py", "tests/test_flash.py", "tests/test_cp.py", "tests/test_fp8.py"
 WORDS = "bf16", "billion", "linear_cross_entropy", "norm", "rope", "swiglu", "one_device", "a_gpu_computes"
 GRIDS = ("--zero 1", "--zero 3", "--tp 2", "--pp 2", "--pp 2 --schedule zb-v", "--cp 2", "--cp 2 --cp-style ring",
@@ -88,7 +95,7 @@ RIGHT = {
                      "off by at most 1e-6 in fp32, 1e-3 in bf16"),
     "tests": Program(("-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", *TESTS, "-k", " or ".join(WORDS)), 110,
                      "all pass")}
-# The machine may have no network, and be unable to resolve its own name: hence the address.
+# The address is given because a machine without a network may be unable to resolve its own name.
 NCCL = Program(("-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node=2", "-m",
                 "bench", "smoke", "--grids", "; ".join(GRIDS)), 150,
                "off by less than 1e-6 in fp32, 1e-3 in bf16; 2 to 5 s a line")
@@ -106,7 +113,8 @@ class Running:
                                             stderr=subprocess.STDOUT, start_new_session=True)
 
     def finish(self) -> str:
-        """How it ended. After its limit it is ended, with all processes that it has started."""
+        """Wait for the program and return how it ended. At its limit, end it and all processes that
+        it has started."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"exit code {self.process.wait(max(0, self.ends - time.monotonic()))}"
         for ending, patience_s in (signal.SIGTERM, GRACE_S), (signal.SIGKILL, None):
@@ -118,7 +126,10 @@ class Running:
 
 
 def keep_outputs(programs: dict[str, Program], folder: str, name: str, limit_s: float) -> None:
-    """Run programs side by side. What each prints is in the folder's file of this name, also if it takes too long."""
+    """Run programs at the same time and write what they print to the file `name` in the folder.
+
+    This includes the output of a program that takes too long.
+    """
     running = {part: Running(program, os.path.join(folder, f"{name}.{part}"), limit_s)
                for part, program in programs.items()}
     sections = []
@@ -139,13 +150,13 @@ USAGE = f"python -m bench gpu [--limit SECONDS] [--out FOLDER] [--only {'|'.join
 
 @dataclass
 class Flags:
-    limit: float = setting(575.0, "seconds, after which all has ended")
-    out: str = setting("", f"the folder of what is measured; by default that of the variable OUT, or else {RESULTS}")
+    limit: float = setting(575.0, "the command ends within this many seconds")
+    out: str = setting("", f"the folder of the results; by default the one that the variable OUT names, or {RESULTS}")
     only: list = setting(list(STAGES), "stages")
 
 
 def parse(flags: list[str]) -> Flags:
-    """Raises ValueError for flags that name no stage, or no folder."""
+    """Raise ValueError for an unknown flag or stage, or if --out is a file."""
     settings, unknown = config.read_known(Flags, flags, USAGE)
     need(not unknown, f"{' '.join(unknown)}: gpu knows --limit SECONDS, --out FOLDER and --only STAGES")
     for stage in settings.only:
@@ -155,7 +166,7 @@ def parse(flags: list[str]) -> Flags:
 
 
 def choose_folders(out: str) -> tuple[str, str]:
-    """(the folder of results, the one from which a next job goes on or "")."""
+    """Return (the folder of results, the folder from which the next job continues or "")."""
     folder = out or os.environ.get("OUT") or RESULTS
     keeps_copy = not out and os.path.abspath(folder) != os.path.abspath(RESULTS)
     return folder, RESULTS if keeps_copy else ""
@@ -170,7 +181,7 @@ def copy_files(there: str, here: str, replace: bool) -> None:
 
 @contextlib.contextmanager
 def logged(path: str) -> Iterator[None]:
-    """All that this process and its children print goes to the end of the file, too."""
+    """Also append everything that this process and its children print to the file."""
     terminal, (read_end, write_end) = (os.dup(1), os.dup(2)), os.pipe()
     thread = threading.Thread(target=copy_output, args=(read_end, path, terminal[0]))
     sys.stdout.flush()
@@ -189,15 +200,18 @@ def logged(path: str) -> Iterator[None]:
 
 
 def copy_output(read_end: int, path: str, terminal: int) -> None:
-    """Copy what is written into a pipe to a file and to the terminal, up to END. The end of the pipe would not do:
-    processes that live as long as this one, such as multiprocessing's, hold it open."""
+    """Copy a pipe to a file and to the terminal, up to END.
+
+    The end of the pipe cannot be the signal, because processes that live as long as this one, such
+    as multiprocessing's, hold it open.
+    """
     with open(path, "ab") as file, open(terminal, "wb", closefd=False) as screen:
         is_last = False
         while not is_last:
-            chunk = os.read(read_end, 1 << 20)  # all that is there: a pipe holds less, so END comes in one piece
+            chunk = os.read(read_end, 1 << 20)  # a pipe holds less than this, so END comes in one piece
             is_last = chunk.endswith(END)
             for copy in file, screen:
-                with contextlib.suppress(OSError):  # of a terminal that is gone
+                with contextlib.suppress(OSError):  # raised if the terminal is gone
                     copy.write(chunk.removesuffix(END))
                     copy.flush()
 
@@ -228,9 +242,9 @@ def run_stage(stage: str, rows: dict[str, list[Row]], report: Report, left_s: fl
 
 
 def measure(flags: list[str]) -> None:
-    """The stages that are asked for, one after the other, as long as there is time."""
+    """Run the stages that are asked for, one after the other, as long as there is time."""
     began, settings, properties = time.monotonic(), parse(flags), torch.cuda.get_device_properties(0)
-    os.environ["PYTHONUNBUFFERED"] = "1"  # of programs, whose output is kept also if they are ended
+    os.environ["PYTHONUNBUFFERED"] = "1"  # for the programs: their output is kept even if they are ended
     rows, (folder, copy) = rows_of(properties.total_memory), choose_folders(settings.out)
     copy_files(copy, folder, replace=False)
     with logged(os.path.join(folder, "log.txt")):

@@ -1,18 +1,20 @@
-"""What `python -m bench gpu` measures: the rows of each stage, in sizes that fit the card, and what is expected.
+"""The rows of each stage of `python -m bench gpu`, in sizes that fit the card, with the expected
+figures.
 
     training    Llama in bf16 and FP8 by train.py's loop (bench/training.py): a step, and its kernels by time
     kernels     matmuls of a block and of the head: bf16 and FP8; forward, input gradients, weight gradients
-                attention, on heads as the model has them: slices of the product of the fused projection
+                attention, on heads as in the model: slices of the output of the fused projection
                 short training runs: one short sequence, and experts
-                what is bound by memory, what experts add, and the loss
-    rest        variants: implementations that do the same. The first named is what runs by default
+                kernels that are bound by memory, the kernels of experts, and the loss
+    rest        variants: alternative implementations. The first one named is the default
                 streams: a matmul beside programs that wait, as collectives do; streams that block each other
                 the link to the host; other training runs, also of 2,000 small steps; learn/triton_primer.py
 
-Expected figures are those of one H200, worked out before any GPU had run this, from bytes, operations, published rates
-of cuBLAS and cuDNN, and 4.2 TB/s of memory. An H100 has the same processors, and 3.0 TB/s. The utilisation (6 N +
-12 L h S) of a training row follows from the rate that its matmuls sustain: 61% at 640 TFLOP/s, 67% at 720, of the
-largest row; FP8 pays as much less as its casts take.
+Expected figures are for one H200. They were computed before this had run on any GPU, from bytes,
+operations, published rates of cuBLAS and cuDNN, and a memory bandwidth of 4.2 TB/s. An H100 has the
+same processors and 3.0 TB/s. The utilisation (6 N + 12 L h S) of a training row follows from the
+rate that its matmuls sustain. For the largest row it is 61% at 640 TFLOP/s and 67% at 720. The gain
+from FP8 is reduced by the time of its casts.
 
 Shapes: B batch, S sequence, N heads, K kv heads, D head dim, T tokens, H hidden.
 """
@@ -30,8 +32,8 @@ from plan.memory import format_bytes
 from run.device import memory_of_rank
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FITS = 0.9  # a training run may need this part of a card's memory: the rest is CUDA's own, and gaps
-EXPERTS_FIT = 0.7  # plan/memory.py counts neither the padding of each expert's rows, nor that of its FP8 copies
+FITS = 0.9  # the part of a card's memory that a training run may need; the rest is for CUDA itself and fragmentation
+EXPERTS_FIT = 0.7  # plan/memory.py does not count the padding of each expert's rows and of its FP8 copies
 COPY = "85-93% of a copy"
 
 
@@ -44,7 +46,7 @@ class Size(NamedTuple):
 
 
 EXPERTS = "no figure: it must train. On one rank the host waits in no layer, so idle is what its launches cost"
-SIZES = {  # of each model: the largest first. A card gets the first one that fits it
+SIZES = {  # model -> its sizes, the largest first. A card gets the first one that fits
     "8B": [Size("Llama 8B with 16 layers", "--preset llama-3.1-8b --layers 16 --micro-batch 4 --global-batch 16",
                 "2.7-2.95 s, 22-24k tokens/s, MFU 61-67%, idle < 1%"),
            Size("Llama 8B with 8 layers, micro-batch 2",
@@ -79,15 +81,18 @@ FP8_EXPECTED = {"tensorwise": "0.76-0.82 of bf16", "blockwise": "0.87-0.95 of bf
 
 
 def bytes_needed(size: Size, fp8: bool) -> int:
-    """By plan/memory.py; fp8: in any recipe."""
+    """Return the bytes of a run, by plan/memory.py. fp8: the largest of all recipes."""
     flags = [size.flags, *(f"{size.flags} --fp8 {recipe}" for recipe in FP8_RECIPES if fp8)]
     return max(sum(memory_of_rank(settings_of(each), 0, fused=True).values()) for each in flags)
 
 
 def training_row(model: str, memory: int, more: str = "", expected: str = "", fp8: bool = False, **steps: int) -> Row:
-    """A row of the first size that fits a card with so many bytes; if none does, one that says so. fp8: if it fits in
-    FP8, too. more: flags, whose row has the one without them as its rival, and this expectation. steps: see
-    measure_training."""
+    """Return a row for the first size that fits a card with `memory` bytes.
+
+    If no size fits, the row says so. fp8: the size must also fit in FP8. more: additional flags.
+    Their row has this `expected`, and its rival is the row without them. steps: see
+    measure_training.
+    """
     most = memory * (EXPERTS_FIT if model == "experts" else FITS)
     size = next((size for size in SIZES[model] if bytes_needed(size, fp8) <= most), None)
     if size is None:
@@ -101,7 +106,7 @@ def training_row(model: str, memory: int, more: str = "", expected: str = "", fp
 
 
 def training_rows(memory: int) -> list[Row]:
-    """The most telling first."""
+    """Return the rows, the most informative first."""
     largest = partial(training_row, "8B", memory, fp8=True)
     tensorwise, blockwise = (largest(f"--fp8 {recipe}", FP8_EXPECTED[recipe]) for recipe in FP8_RECIPES)
     return [largest(), tensorwise, training_row("whole 8B", memory), training_row("1B", memory), blockwise,
@@ -110,7 +115,7 @@ def training_rows(memory: int) -> list[Row]:
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
-PRODUCTS = {  # of a linear layer: what is expected
+PRODUCTS = {  # matmul of a linear layer -> expected figures
     "forward": "bf16 650-750 TFLOP/s, tensorwise 1150-1400, blockwise 800-1000",
     "input gradients": "bf16 650-750 TFLOP/s, tensorwise 1000-1200, blockwise 800-1000",
     "weight gradients": "bf16 600-700 TFLOP/s, tensorwise 1000-1200, blockwise 800-1000"}
@@ -119,7 +124,11 @@ HEADS = {128: {"forward": "cuDNN 520-600 TFLOP/s, ours 330-420", "backward": "cu
 
 
 def kernel_rows(memory: int) -> list[Row]:
-    """With two training runs that show the host: between those that show the tensor cores, and those of memory."""
+    """Return the rows of the stage kernels.
+
+    First come rows bound by the tensor cores, then two training runs bound by the host, then rows
+    bound by memory.
+    """
     matmuls = [Row(f"matmul of {name}, {kind}", partial(kernels.measure_block_matmul, kind, *shape), expected)
                for name, shape in kernels.MATMULS.items() for kind, expected in PRODUCTS.items()]
     attention = [Row(f"attention {direction}, B {B}, S {S}, N {N}, K {K}, D {D}",
@@ -146,7 +155,7 @@ def kernel_rows(memory: int) -> list[Row]:
 # ---- the rest -------------------------------------------------------------------------------------------------------
 
 def run_python(*arguments: str, **environment: str) -> Result:
-    """What another process prints, as the row's report."""
+    """Run Python in another process and return what it prints as the row's report."""
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | environment, timeout=ROW_LIMIT_S - 5)  # it ends before the row does
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
@@ -165,7 +174,7 @@ def other_rows(memory: int) -> list[Row]:
     link = Row("the link to the host", kernels.measure_host_link)
     experts = training_row("experts", memory, "--fp8 blockwise", "it must train", fp8=True, steps=6, profiled=1)
     smaller = training_row("8B", memory, "--micro-batch 2", fp8=True)
-    smaller = [smaller] if SIZES["8B"][0].name in smaller.name else []  # others have no larger one
+    smaller = [smaller] if SIZES["8B"][0].name in smaller.name else []  # a smaller card has only one size
     steps = [Row(f"2,000 small steps, --fp8 {recipe}", partial(measure_final_loss, recipe), expected)
              for recipe, expected in (("none", ""), ("tensorwise", "at most 0.5% above the loss of none"),
                                       ("blockwise", "at most 0.25% above the loss of none"))]
@@ -176,5 +185,5 @@ def other_rows(memory: int) -> list[Row]:
 
 
 def rows_of(memory: int) -> dict[str, list[Row]]:
-    """Stage -> its rows, for a card with so many bytes."""
+    """Return stage -> its rows, for a card with `memory` bytes."""
     return dict(training=training_rows(memory), kernels=kernel_rows(memory), rest=other_rows(memory))

@@ -1,7 +1,7 @@
-"""What `python -m bench gpu` measures of single kernels: ours, their rivals, and the same in fp64.
+"""The rows of `python -m bench gpu` about single kernels: ours, their rivals, and the same in fp64.
 
-Each function makes the contenders of one row, which do equal work on equal inputs, and returns what bench/rows.py's
-`compare` finds. bench/gpu_rows.py lists the rows.
+Each function builds the contenders of one row, which do equal work on equal inputs, and returns the
+result of `compare` in bench/rows.py. bench/gpu_rows.py lists the rows.
 
 Shapes: B batch, S sequence, N heads, K kv heads, D head dim, T tokens, H hidden, V vocabulary.
 """
@@ -33,17 +33,17 @@ from sdpa import attention_sdpa, gpu_backward, gpu_forward
 from tp import Column, Matmul, TensorParallel
 
 T, S, H, FFN = 16384, 4096, 4096, 14336  # of most kernels
-EXPERTS = {"128 experts as in Qwen3-30B-A3B": (128, 1536, 2048, 512),  # of gate and up: experts, N, K, rows of each
+EXPERTS = {"128 experts as in Qwen3-30B-A3B": (128, 1536, 2048, 512),  # gate and up: experts, N, K, rows of each
            "8 experts as in Mixtral 8x7B": (8, 28672, 4096, 2048)}
 
 
 def random_tensors(*shapes: tuple[int, ...], grad: bool = False) -> tuple[Tensor, ...]:
-    """In bf16."""
+    """Return random tensors in bf16."""
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for shape in shapes)
 
 
 def in_fp64(function: Callable) -> Callable:
-    """The same function of the same numbers in fp64."""
+    """Return the function of the same numbers in fp64."""
     return lambda *inputs: function(*(x.double() for x in inputs))
 
 
@@ -53,7 +53,7 @@ def flops_rate(flops: float) -> Rate:
 
 @cache
 def copy_rate() -> float:
-    """Bytes per second, read and written, of a copy of 1 GiB."""
+    """Return the bytes per second, read and written, of a copy of 1 GiB."""
     x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     return 2 * x.nbytes / measure_seconds(torch.clone, x)
 
@@ -69,8 +69,10 @@ MATMULS = {"qkv": (8192, 6144, 4096), "attention out": (8192, 4096, 4096), "gate
 
 
 def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
-    """X W^T, its input gradients, or its weight gradients added to an fp32 matrix, in bf16 and in both FP8 recipes.
-    Operands in FP8 are quantised beforehand."""
+    """Measure X W^T, its input gradients, or its weight gradients added to an fp32 matrix.
+
+    It is measured in bf16 and in both FP8 recipes. Operands in FP8 are quantised beforehand.
+    """
     x, w, dy = random_tensors((tokens, K), (N, K), (tokens, N))
     a, b = {"forward": (x, w.t()), "input gradients": (dy, w), "weight gradients": (dy.t(), x)}[kind]
     out = torch.zeros(N, K, device="cuda")
@@ -99,15 +101,21 @@ def measure_block_matmul(kind: str, tokens: int, N: int, K: int) -> Result:
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 def heads_of_the_model(B: int, S: int, N: int, K: int, D: int) -> tuple[Tensor, ...]:
-    """q [B, N, S, D], k and v [B, K, S, D]: slices of the product of the fused projection, as Attention has them; and
-    a gradient of the result, as the matmul after it returns it."""
+    """Return q [B, N, S, D], k and v [B, K, S, D], and a gradient of the result.
+
+    They have the layouts of training: q, k and v are slices of the output of the fused projection,
+    and the gradient is as the following matmul returns it.
+    """
     qkv, do = random_tensors((B, S, N + 2 * K, D), (B, S, N, D))
     return *(x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([N, K, K], 2)), do.transpose(1, 2)
 
 
 def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int, documents: int = 1) -> Result:
-    """Causal attention, "forward" or "backward", in sequences of so many equally long documents: of more than one torch
-    has a kernel with a mask [S, S] alone."""
+    """Measure causal attention, "forward" or "backward", in sequences of `documents` equally long
+    documents.
+
+    With more than one document, torch's only kernel is the one with a mask [S, S].
+    """
     def ids(q: Tensor) -> Tensor:
         return torch.arange(q.shape[2], device=q.device).mul(documents).div(q.shape[2]).int().expand(len(q), -1)
 
@@ -145,7 +153,11 @@ def measure_attention(direction: str, B: int, S: int, N: int, K: int, D: int, do
 
 def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048, N: int = 32, K: int = 8,
                           D: int = 128) -> Result:
-    """Context parallelism: a rank's queries and an earlier chunk of keys, "forward" or "backward". See cp.py."""
+    """Measure a block of context parallelism: a rank's queries and an earlier chunk of keys. See
+    cp.py.
+
+    direction: "forward" or "backward".
+    """
     mask = operations.Mask(causal=False)
     kernels = {"cuDNN": (gpu_forward, gpu_backward),  # torch's choice for such heads
                "flash.py": (flash.flash_forward, flash.flash_backward)}
@@ -174,7 +186,7 @@ def measure_block_of_keys(direction: str, rows: int = 4096, columns: int = 2048,
 
 
 def measure_norm_programs() -> Result:
-    """RMSNorm's backward in a residual stream, with 2, 4 and 8 programs per SM."""
+    """Measure RMSNorm's backward in a residual stream, with 2, 4 and 8 programs per SM."""
     def backward(programs: int, dy: Tensor, dtotal: Tensor, x: Tensor, weight: Tensor) -> tuple:
         with patch.object(kernels, "count_programs", lambda device: programs):
             return kernels.rms_norm_backward(dy, dtotal, x, weight, 1e-5)
@@ -191,8 +203,11 @@ def measure_norm_programs() -> Result:
 
 
 def measure_loss(V: int = 128256, tokens: int = 16384) -> Result:
-    """The loss with the head's matmul, forward and backward, the weight's gradient added to an fp32 matrix; also the
-    memory that this takes besides its inputs."""
+    """Measure the loss with the head's matmul, forward and backward, and the memory that it takes
+    besides its inputs.
+
+    The weight's gradient is added to an fp32 matrix.
+    """
     x, weight = random_tensors((tokens, H), (V, H), grad=True)
     labels, main_grad = torch.randint(V, (tokens,), device="cuda"), torch.zeros(V, H, device="cuda")
     head = torch.nn.Parameter(weight.detach())
@@ -246,7 +261,8 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
-    """Kernels that are bound by memory: (ours, the formula, elements read and written, shapes of the inputs)."""
+    """Return kernels bound by memory: name -> (ours, the formula, elements read and written, shapes
+    of the inputs)."""
     return {
         "RMSNorm": (lambda x, w: kernels.rms_norm(x, None, w, 1e-5)[1],
                     lambda x, w: kernels.rms_norm_reference(x, None, w, 1e-5)[1], 2 * T * H, [(T, H), (H,)]),
@@ -263,7 +279,7 @@ def fused() -> dict[str, tuple[Callable, Callable, int, list[tuple[int, ...]]]]:
 
 
 def measure_fused(name: str) -> Result:
-    """The rivals are torch.compile and, for norms, torch's own kernel."""
+    """Measure a kernel of `fused`. The rivals are torch.compile and, for norms, torch's own kernel."""
     ours, formula, elements, shapes = fused()[name]
     contenders = {"ours": ours}
     if name == "RMSNorm backward":  # the rival's time includes a forward
@@ -278,13 +294,14 @@ def measure_fused(name: str) -> Result:
 
 
 def copies_of_tokens(k: int, copies: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [copies, width], k copies of each token in a random order; this order; and where each token's begin in it."""
+    """Return x [copies, width], k copies of each token in random order; the order; the start of
+    each token in the order."""
     order = torch.randn(copies, device="cuda").argsort()
     return *random_tensors((copies, width)), order, torch.arange(copies // k, device="cuda") * k
 
 
 def measure_sum_of_copies(k: int = 8) -> Result:
-    """The k copies of each token, as ep.py sums them."""
+    """Measure the sum of each token's k copies, as ep.py computes it."""
     def sum_bags(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
         return torch.embedding_bag(x, order, starts, mode=0)[0]
 
@@ -296,7 +313,7 @@ def measure_sum_of_copies(k: int = 8) -> Result:
 
 
 def measure_expert_gradients(experts: int, N: int, K: int, rows: int) -> Result:
-    """The weight gradients of experts [N, K] that have so many rows each, added to fp32."""
+    """Measure the weight gradients of experts [N, K] with `rows` rows each, added to fp32."""
     def make(rows: int) -> tuple[Tensor, ...]:
         ends = torch.arange(1, experts + 1, device="cuda") * rows
         return torch.zeros(experts, N, K, device="cuda"), *random_tensors(
@@ -317,7 +334,10 @@ def measure_expert_gradients(experts: int, N: int, K: int, rows: int) -> Result:
 
 
 def measure_quantise(kind: str) -> Result:
-    """Both FP8 copies of x [T, H]: two bytes read per element and two written. The rival is our formula, compiled."""
+    """Measure making both FP8 copies of x [T, H]: two bytes read per element, and two written.
+
+    The rival is our formula, compiled.
+    """
     scale = torch.ones((), device="cuda") if kind == "one scale" else None
     tiles = kind == "128 x 128 tiles"
 
@@ -335,7 +355,8 @@ def measure_quantise(kind: str) -> Result:
 
 
 def measure_fp8_linear(recipe: str) -> Result:
-    """A linear layer, forward and backward, the weight's gradient added to an fp32 matrix as in training."""
+    """Measure a linear layer, forward and backward. As in training, the weight's gradient is added
+    to an fp32 matrix."""
     weight, main_grad = parameter(Spec("w", (FFN, H)), {}, torch.bfloat16, "cuda"), torch.zeros(FFN, H, device="cuda")
     weight.data = torch.randn(FFN, H, device="cuda", dtype=torch.bfloat16) / 64
     weight.sink = SimpleNamespace(main_grad=lambda _: main_grad)
@@ -352,20 +373,23 @@ def measure_fp8_linear(recipe: str) -> Result:
 
 @triton.jit
 def wait_kernel(nanoseconds):
-    """Each program keeps an SM busy, as a collective's does while it waits for another rank."""
+    """Let each program keep an SM busy, like a collective that waits for another rank."""
     start = globaltimer()
     while globaltimer() - start < nanoseconds:
         pass
 
 
 def measure_beside_waiting(programs: int, shape: tuple[int, int, int] = (8192, 28672, 4096)) -> Result:
-    """A matmul [M, K] x [K, N] while so many programs wait on another stream; its rival is the same one alone."""
+    """Measure a matmul [M, K] x [K, N] while `programs` programs wait on another stream.
+
+    The rival is the same matmul with nothing beside it.
+    """
     M, N, K = shape
     (a, b), beside = random_tensors((M, K), (K, N)), torch.cuda.Stream()
 
     def multiply_beside_waiting() -> Tensor:
         with torch.cuda.stream(beside):
-            wait_kernel[(programs,)](10_000_000, num_warps=16)  # longer than the matmul: these never run out
+            wait_kernel[(programs,)](10_000_000, num_warps=16)  # longer than the matmul, so they never end before it
         return torch.matmul(a, b)
 
     alone, seconds = measure_seconds(torch.matmul, a, b), measure_seconds(multiply_beside_waiting)
@@ -373,14 +397,17 @@ def measure_beside_waiting(programs: int, shape: tuple[int, int, int] = (8192, 2
 
 
 def print_blocked_streams(count: int = 12) -> None:
-    """Which of so many streams hold up another one, as both are in one of the device's queues: of these there are
-    CUDA_DEVICE_MAX_CONNECTIONS, which is read when CUDA starts."""
+    """Print which of `count` streams block each other because both use the same queue of the
+    device.
+
+    A device has CUDA_DEVICE_MAX_CONNECTIONS queues. CUDA reads the variable when it starts.
+    """
     streams, x, blocked = [torch.cuda.Stream() for _ in range(count)], torch.zeros(1, device="cuda"), []
     for first, second in itertools.permutations(range(count), 2):
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[first]):
             torch.cuda._sleep(10_000_000)  # 5 ms
-            torch.cuda._sleep(1000)  # waits for it, and what is behind it in the queue with it
+            torch.cuda._sleep(1000)  # waits for the first, and so does everything behind it in the queue
         with torch.cuda.stream(streams[second]):
             x.add_(1)
             began = time.perf_counter()

@@ -1,11 +1,13 @@
-"""The network as it is: latency and bandwidth of every collective on every axis of a grid, and slow pairs of ranks.
+"""Measure the network: latency and bandwidth of every collective on every axis of a grid, and slow
+pairs of ranks.
 
     torchrun --nproc_per_node=4 -m bench.probe                     the node, and the network between nodes
     torchrun --nproc_per_node=8 -m bench.probe --tp 2 --pp 2       also the axes of this grid: train.py's flags give it
     torchrun --nproc_per_node=8 -m bench.probe --out cluster.json  a machine for `python -m plan --machine cluster.json`
 
-As in nccl-tests: the payload is the larger of a rank's input and output, algorithm bandwidth is payload / time, and bus
-bandwidth is that times the factor below (FACTORS), so that with the best algorithm it is what a rank sends per second.
+The terms are those of nccl-tests. The payload is the larger of a rank's input and output. Algorithm
+bandwidth is payload / time. Bus bandwidth is algorithm bandwidth times a factor (FACTORS below).
+With the best algorithm it equals the bytes that a rank sends per second.
 """
 import json
 import os
@@ -33,8 +35,8 @@ from run.device import choose_device, memory_of_device
 
 AXES = "tp", "cp", "ep", "edp", "dp", "data", "replicate", "pp"
 SECONDS = {"cpu": 10, "cuda": 90}  # for all collectives; three payloads are measured anyway
-TURNS, PAIR_BYTES, SLOW_PAIR = 7, 1 << 20, 2.0  # slow: a pair that takes so many times the median of its kind
-HOST_BYTES = 1 << 26  # more than a core has of caches
+TURNS, PAIR_BYTES, SLOW_PAIR = 7, 1 << 20, 2.0  # a pair is slow if it takes this many times the median of its kind
+HOST_BYTES = 1 << 26  # more than a core's share of the caches
 FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather"), lambda n: (n - 1) / n),
@@ -57,7 +59,8 @@ class Fit(NamedTuple):
 
 
 def prepare(op: str, nbytes: int, group: Group, device: torch.device) -> tuple[int, Callable[[], None]]:
-    """A collective of the backend as (its payload in bytes: nbytes, rounded to equal shards; what runs it once)."""
+    """Return (payload in bytes, a function that runs the collective once). The payload is `nbytes`,
+    rounded to equal shards."""
     n, first = group.size, group.rank == 0
     count = max(1, nbytes // (4 * n))  # fp32 numbers per shard
     full, received, shard = (torch.zeros(elements, device=device) for elements in (n * count, n * count, count))
@@ -75,14 +78,15 @@ def prepare(op: str, nbytes: int, group: Group, device: torch.device) -> tuple[i
 
 
 def slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Element by element the maximum over all ranks, so that all decide alike."""
+    """Return the maximum over all ranks of each element, so that all ranks decide alike."""
     times = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
 
 
 def time_turns(call: Callable[[], None], device: torch.device) -> list[float]:
-    """The seconds of a call in each turn, on the slowest rank. A turn repeats short calls for about 3 ms."""
+    """Return the seconds of a call in each turn, on the slowest rank. A turn repeats short calls
+    for about 3 ms."""
     def turn(repeats: int) -> float:
         dist.barrier()
         began = time.perf_counter()
@@ -99,13 +103,14 @@ def time_turns(call: Callable[[], None], device: torch.device) -> list[float]:
 
 
 def payloads(most_bytes: int) -> list[int]:
-    """1 kB, 256 kB and 4 MB, which are always measured, then the other 4**k kB that memory allows."""
+    """Return the payloads to measure: 1 kB, 256 kB and 4 MB always, then the other 4**k kB that
+    memory allows."""
     first, every = [1 << 10, 1 << 18, 1 << 22], [1 << k for k in range(10, 64, 2)]
     return first + [nbytes for nbytes in every if nbytes not in first and nbytes <= most_bytes]
 
 
 def measure_op(op: str, group: Group, device: torch.device, most_bytes: int, limit_s: float) -> list[Sample]:
-    """One sample per payload, while time allows; the same payloads on every rank."""
+    """Measure one sample per payload, while time allows. Every rank measures the same payloads."""
     samples, began, rate = [], time.perf_counter(), 0.0
     for nbytes in payloads(most_bytes):
         spent, = slowest([time.perf_counter() - began], device)
@@ -120,7 +125,11 @@ def measure_op(op: str, group: Group, device: torch.device, most_bytes: int, lim
 
 
 def fit(samples: list[Sample], factor: float) -> Fit:
-    """Least squares of relative errors, so that every payload counts alike. Neither part becomes negative."""
+    """Fit latency and bandwidth by least squares of relative errors, so that every payload has the
+    same weight.
+
+    Neither becomes negative.
+    """
     seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
     bus_bytes = torch.tensor([sample.nbytes * factor for sample in samples], dtype=torch.float64)
     ones = torch.ones_like(seconds)
@@ -135,7 +144,10 @@ def fit(samples: list[Sample], factor: float) -> Fit:
 
 
 def largest_payload(device: torch.device, local_ranks: int) -> int:
-    """An eighth of this rank's free memory: the payload, what is received, and as much again for the backend."""
+    """Return an eighth of the least free memory of all ranks.
+
+    It must hold the payload, the received data, and as much again for the backend.
+    """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -144,8 +156,11 @@ def largest_payload(device: torch.device, local_ranks: int) -> int:
 
 
 def probed_groups(settings: config.Config, local_ranks: int) -> dict[str, Group]:
-    """This rank's groups from the innermost outward: the node, the network (ranks with the same place in every node),
-    and the axes of the grid. A group that several of them have in common is named once, "node, dp"."""
+    """Return this rank's groups from the innermost outward.
+
+    They are the node, the network (ranks with the same place in every node), and the axes of the
+    grid. A group that several of them share is listed once, as in "node, dp".
+    """
     nodes, groups = torch.arange(dist.get_world_size()).view(-1, local_ranks), {}
     for level, members in ("node", nodes), ("network", nodes.T):
         if members.shape[1] > 1:
@@ -160,14 +175,16 @@ def probed_groups(settings: config.Config, local_ranks: int) -> dict[str, Group]
 
 
 def curve(samples: list[Sample], factor: float, top: float) -> str:
-    """A character per payload of 4**k kB; each height is twice the one below, and the highest is `top` bytes/s."""
+    """Draw one character per payload of 4**k kB. Each height is twice the one below. The highest is
+    `top` bytes/s."""
     heights = {round(log2(nbytes / 1024) / 2): round(7 + log2(nbytes * factor / seconds / top))
                for nbytes, seconds, *_ in samples}
     return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, heights[k]))] if k in heights else "·" for k in range(max(heights) + 1))
 
 
 def describe(level: str, group: Group, measured: dict[str, list[Sample]], fits: dict[str, Fit]) -> list[str]:
-    """A line per collective and payload, then one per collective with its fit and its curve."""
+    """Return a line per collective and payload, then a line per collective with its fit and its
+    curve."""
     n = group.size
     ranks = " ".join(map(str, dist.get_process_group_ranks(group.process_group)))
     lines = [f"{level}: {n} ranks ({ranks}); groups at once: {dist.get_world_size() // n}", ""]
@@ -189,12 +206,13 @@ def describe(level: str, group: Group, measured: dict[str, list[Sample]], fits: 
 
 
 def measure_pairs(device: torch.device) -> torch.Tensor:
-    """[n, n] seconds in which two ranks exchange PAIR_BYTES, the best of several times; all pairs meet once.
+    """Return [n, n], the seconds in which two ranks exchange PAIR_BYTES, the best of several times.
 
-    In each round of a round-robin tournament every rank has one partner: the first stays, the others rotate.
+    All pairs meet once, in a round-robin tournament. In each round every rank has one partner. The
+    first rank keeps its seat, and the others rotate.
     """
     n, me = dist.get_world_size(), dist.get_rank()
-    seats = list(range(n + n % 2))  # the last is empty if n is odd
+    seats = list(range(n + n % 2))  # the last seat is empty if n is odd
     outgoing, incoming = torch.zeros(2, PAIR_BYTES // 4, device=device)
     seconds = torch.zeros(n, dtype=torch.float64, device=device)
     for _ in range(len(seats) - 1):
@@ -217,7 +235,8 @@ def measure_pairs(device: torch.device) -> torch.Tensor:
 
 
 def name_slow_pairs(seconds: torch.Tensor, local_ranks: int) -> list[str]:
-    """A line per slow pair, or one about the slowest. Pairs inside nodes and between them are judged apart."""
+    """Return a line per slow pair, or one line about the slowest. Pairs inside nodes and between
+    nodes are judged separately."""
     slow, worst = [], []
     for kind, between in ("inside a node", False), ("between nodes", True):
         pairs = {(i, j): seconds[i, j].item() for i in range(len(seconds)) for j in range(i)
@@ -234,8 +253,11 @@ def name_slow_pairs(seconds: torch.Tensor, local_ranks: int) -> list[str]:
 
 
 def describe_level(name: str, ranks: int, n: int, fits: dict[str, Fit]) -> dict:
-    """A level of the cluster file, which connects so many ranks; fits: of groups of n. Latencies are per hop of a
-    ring, bandwidths bus bandwidths per rank; the level's own are the medians over collectives."""
+    """Return a level of the cluster file, which connects `ranks` ranks. fits: of groups of n ranks.
+
+    Latencies are per hop of a ring. Bandwidths are bus bandwidths per rank. The values of the level
+    are the medians over its collectives.
+    """
     hops = {op: n - 1 for op in fits} | {"all_reduce": 2 * (n - 1), "send": 1}
     per_collective = {op: {"latency_s": fitted.latency / hops[op], "bandwidth_bytes_per_s": fitted.bandwidth}
                       for op, fitted in fits.items()}
@@ -245,8 +267,11 @@ def describe_level(name: str, ranks: int, n: int, fits: dict[str, Fit]) -> dict:
 
 
 def host_rates(device: torch.device) -> dict[str, float]:
-    """Bytes per second of this rank's copies from the host's memory to the device, and of what a CPU reads and writes
-    there, all ranks at once. On a CPU both are copies of the same memory."""
+    """Return the bytes per second of copies from host to device, and of a CPU's reads and writes of
+    host memory.
+
+    All ranks copy at the same time. On a CPU both are copies of the same memory.
+    """
     one, other = torch.zeros(2, HOST_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.zeros_like(one, device=device)
     link, memory = (HOST_BYTES / statistics.median(time_turns(copy, device))
@@ -255,7 +280,10 @@ def host_rates(device: torch.device) -> dict[str, float]:
 
 
 def describe_cluster(levels: list[dict], device: torch.device, local_ranks: int) -> dict:
-    """The cluster file's content. matmul_flops is what a matmul reaches here, in fp32 on CPUs, all ranks at once."""
+    """Return the content of the cluster file.
+
+    matmul_flops is the rate of a matmul while all ranks multiply, in fp32 on CPUs.
+    """
     cuda = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU"
     width, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
@@ -279,7 +307,11 @@ class Flags:
 
 
 def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:
-    """The settings, of which the grid and the device count, and the file to write ("": none). Raises ValueError."""
+    """Return the settings and the file to write ("": none). Only the grid and the device of the
+    settings are used.
+
+    Raise ValueError for a wrong flag or a file that cannot be written.
+    """
     known, flags = config.read_known(Flags, flags, USAGE)
     folder = os.path.dirname(known.out) or "."
     need(os.path.isdir(folder), f"--out {known.out}: there is no folder {folder}")
@@ -288,7 +320,7 @@ def parse(flags: list[str], ranks: int) -> tuple[config.Config, str]:
 
 
 def probe(settings: config.Config, out: str, device: torch.device) -> None:
-    """Measure everything, print it, and write the cluster file `out` unless it is ""."""
+    """Measure and print everything, and write the cluster file `out` unless it is ""."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     groups = probed_groups(settings, local_ranks)
     most_bytes = largest_payload(device, local_ranks)
@@ -318,7 +350,7 @@ def probe(settings: config.Config, out: str, device: torch.device) -> None:
 if __name__ == "__main__":
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        config.read_known(Flags, sys.argv[1:], USAGE)  # answers --help, also in a process without others
+        config.read_known(Flags, sys.argv[1:], USAGE)  # answers --help, even in a single process
         need(ranks > 1, "a network needs several ranks: run under torchrun --nproc_per_node=4 -m bench.probe")
         settings, out = parse(sys.argv[1:], ranks)
         device = choose_device(settings.run.device)[0]

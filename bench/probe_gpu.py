@@ -1,7 +1,8 @@
-"""What a GPU does with what the code could only assume of it: `python -m bench.probe_gpu`, ten seconds.
+"""Check what the code assumes about GPUs: `python -m bench.probe_gpu`, ten seconds.
 
-A line for each question: what was found, and what is expected. Errors are relative to fp64, |x - exact| / |exact|. A
-question that fails says how, and harms no other. The same runs on a CPU, in seconds, except for rates.
+Each question has a line with the answer and the expected answer. Errors are relative to fp64: |x -
+exact| / |exact|. If a question fails, its line shows the error, and the others go on. On a CPU the
+same questions run in seconds, except for rates.
 """
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +26,7 @@ from core.param import Spec, parameter
 from run import cli
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Question = tuple[str, Callable[[], Any], str]  # what is asked, how to find out, what is expected
+Question = tuple[str, Callable[[], Any], str]  # the question, a function that answers it, the expected answer
 FP8_EXPECTED = {"tensorwise": "3.7e-02 5.9e-02 5.9e-02, as dY has one bit less",
                 "blockwise": "3.7e-02 each, of one row's dW 0"}
 
@@ -47,7 +48,7 @@ def fp8_weight(*shape: int) -> torch.nn.Parameter:
 
 
 def fp8_errors(recipe: str, rows: int, K: int = 512, N: int = 256) -> str:
-    """Of Y, dX and dW of a linear layer, whose input has so many rows."""
+    """Return the errors of Y, dX and dW of a linear layer whose input has `rows` rows."""
     mm, x, dy, weight = fp8.Fp8(FP8_RECIPES[recipe], torch.bfloat16), normal(rows, K), normal(rows, N), fp8_weight(N, K)
     y, copies, dw = mm.forward(x, (weight,)), mm.prepare_grad(dy), torch.zeros(N, K, device=DEVICE)
     dx = mm.dgrad(copies, (weight,))
@@ -58,7 +59,7 @@ def fp8_errors(recipe: str, rows: int, K: int = 512, N: int = 256) -> str:
 
 
 def fp8_expert_errors(recipe: str, rows: list[int], K: int = 512, N: int = 256) -> str:
-    """The same of experts that have so many rows each."""
+    """Return the same errors of experts. rows: the number of rows of each expert."""
     mm, route = fp8.Fp8Experts(FP8_RECIPES[recipe], torch.bfloat16), SimpleNamespace(rows_per_expert=rows)
     x, dy, weight = normal(sum(rows), K), normal(sum(rows), N), fp8_weight(len(rows), N, K)
     y, (for_dgrad, for_wgrad) = mm.forward(x, weight, route), mm.prepare_grad(dy, route)
@@ -71,7 +72,7 @@ def fp8_expert_errors(recipe: str, rows: list[int], K: int = 512, N: int = 256) 
 
 
 def grouped_mm_error(rows: list[int], K: int = 512, N: int = 256) -> float | tuple[int, ...]:
-    """The shape, if there are no rows."""
+    """Return the error of grouped_mm, or the shape of its result if there are no rows."""
     x, matrices = normal(sum(rows), K), normal(len(rows), N, K)
     ends = torch.tensor(rows, device=DEVICE).cumsum(0).int()
     y = F.grouped_mm(x, matrices.transpose(1, 2), offs=ends)
@@ -80,7 +81,7 @@ def grouped_mm_error(rows: list[int], K: int = 512, N: int = 256) -> float | tup
 
 
 def addmm_error(T: int = 2048, N: int = 1024, K: int = 1536) -> float:
-    """Of dW in fp32, to which a product of bf16 matrices is added."""
+    """Return the error of dW in fp32 after a product of bf16 matrices has been added to it."""
     dy, x, out = normal(T, N), normal(T, K), torch.randn(N, K, device=DEVICE)
     exact = out.double() + dy.double().t() @ x.double()
     accumulate_product(out, dy.t(), x)
@@ -99,7 +100,7 @@ def linear_layers() -> Iterator[Question]:
 
 
 def is_quotient(divide: Callable[[Tensor], Tensor]) -> bool:
-    """Whether 4.5 / 448 is on this device what it is on a CPU."""
+    """Return whether 4.5 / 448 has the same bits on this device as on a CPU."""
     amax = torch.tensor(4.5)
     return divide(amax.to(DEVICE)).item() == (amax / torch.tensor(448.0)).item()
 
@@ -114,7 +115,8 @@ def divisions() -> Iterator[Question]:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 def sdpa_choice(N: int, K: int, D: int, has_mask: bool = False, S: int = 4096) -> str:
-    """Torch's kernel for training with heads that are slices of the product of a fused projection."""
+    """Return torch's choice of kernel for training, with heads that are slices of the output of a
+    fused projection."""
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in normal(2, S, N + 2 * K, D).split([N, K, K], 2))
     mask = None
     if has_mask:
@@ -126,7 +128,7 @@ def sdpa_choice(N: int, K: int, D: int, has_mask: bool = False, S: int = 4096) -
 
 
 def attention_errors(D: int, window: int = 0, S: int = 512) -> str:
-    """Of dq, dk and dv."""
+    """Return the errors of dq, dk and dv."""
     mask = operations.Mask(window=window)
     q, k, v = (normal(1, 4, S, D).requires_grad_() for _ in range(3))
     exact, do = [x.detach().double().requires_grad_() for x in (q, k, v)], normal(1, 4, S, D)
@@ -136,7 +138,7 @@ def attention_errors(D: int, window: int = 0, S: int = 512) -> str:
 
 
 def latent_attention(S: int = 512) -> str:
-    """The kernel that torch chooses, cuDNN being allowed, and the errors of o, dq, dk and dv."""
+    """Return the kernel that torch chooses if cuDNN is allowed, and the errors of o, dq, dk and dv."""
     q, k, v, do = (normal(1, 16, S, D).requires_grad_() for D in (192, 192, 128, 128))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     sdpa.choose_sdpa_kernels(128, has_mask=False)
@@ -165,7 +167,8 @@ def attention() -> Iterator[Question]:
 # ---- experts' tokens ------------------------------------------------------------------------------------------------
 
 def rates_of_copies(T: int = 8192, k: int = 8, H: int = 2048) -> str:
-    """Bytes per second of ep.Copies: k copies of each of T tokens are gathered, and summed."""
+    """Return the bytes per second of ep.Copies: gathering k copies of each of T tokens, and summing
+    them."""
     copies = ep.sort_copies(torch.rand(T, 64, device=DEVICE).topk(k).indices, 64, T * k)
     x, rows, nbytes = normal(T, H), normal(T * k, H), 2 * (T + T * k) * H
     gather, summed = measure_seconds(copies.permute, x), measure_seconds(copies.unpermute, rows)
@@ -196,7 +199,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        config.make_parser({}, __doc__, "python -m bench.probe_gpu").parse_args()  # there are no flags but --help
+        config.make_parser({}, __doc__, "python -m bench.probe_gpu").parse_args()  # there is no flag except --help
     except ValueError as error:
         cli.refuse(error, "bench.probe_gpu")
     main()

@@ -1,17 +1,19 @@
-"""Rows of a benchmark on a GPU: contenders timed and checked, every outcome in a file as soon as it is there.
+"""Rows of a benchmark on a GPU: time and check contenders, and write every outcome at once.
 
-A row is measured in another process, which is replaced after a failure, so that a failing row harms no other; a
-contender that fails is named beside the times of those that do not. In the output folder:
+Each row is measured in another process, which is replaced after a failure, so a failing row does
+not affect the others. If a contender fails, the table shows its error with the times of the others.
+The output folder contains:
 
-    table.md       a line per row; rewritten after each
-    rows.jsonl     the same as JSON, with everything that the table leaves out. A row that is in here is not measured
-                   again on the same card, so the same command goes on where it ended; delete a line to measure its row
+    table.md       a line per row; rewritten after each row
+    rows.jsonl     the same as JSON, with everything that the table leaves out. A row in this file is not measured again
+                   on the same card, so the same command continues where it ended. Delete a line to measure its row
                    again
-    reports.txt    longer texts: kernels by the time that they take
-    clocks.csv     twice a second the SM clock, the power, the temperature and the utilisation, by nvidia-smi
+    reports.txt    longer texts, such as kernels sorted by time
+    clocks.csv     the SM clock, power, temperature and utilisation twice a second, by nvidia-smi
 
-A contender's error is that of its results relative to the same in fp64, |x - exact| / |exact|, the largest of all its
-results. `choose` names the fastest contender whose error is at most twice the smallest.
+A contender's error is |x - exact| / |exact|, where `exact` is the result in fp64. If it has several
+results, the largest error counts. `choose` names the fastest contender whose error is at most twice
+the smallest.
 """
 import contextlib
 import csv
@@ -35,7 +37,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-Contenders = dict[str, Callable]  # by name; the first is ours, what training runs by default
+Contenders = dict[str, Callable]  # by name; the first is ours, which training uses by default
 Rate = Callable[[float], str]  # of a time in seconds
 CLOCKS = "timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu"
 IS_NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -49,7 +51,7 @@ class Result(NamedTuple):
     seconds: float  # ours
     rate: str = ""  # ours
     rivals: dict[str, float] = {}  # seconds, by name
-    errors: dict[str, float] = {}  # of every contender that was checked, relative to fp64
+    errors: dict[str, float] = {}  # by name, of every contender that was checked, relative to fp64
     failures: dict[str, str] = {}  # contenders without a time, and why
     report: str = ""
     ours: str = "ours"
@@ -59,25 +61,26 @@ class Result(NamedTuple):
 class Row(NamedTuple):
     name: str
     measure: Callable[[], Result | str]  # picklable. A text says why there is no result
-    expected: str = ""  # what the table says beside the result: what was worked out before, and from what
+    expected: str = ""  # the expected figure that the table shows, and how it was computed
     rival: str = ""  # the name of the earlier row that this one is compared with, if any
 
 
 class Report(NamedTuple):
-    """What is written into a folder, and about which card."""
+    """The folder, rows and card of a report."""
     folder: str
     rows: list[Row]  # all lines of the table
     card: str = ""
     title: str = ""  # above the table
 
 
-Outcomes = dict[str, tuple[Result | str, str]]  # by a row's name: its result, or why there is none, and the clocks
+Outcomes = dict[str, tuple[Result | str, str]]  # a row's name -> (its result, or why there is none; the clocks)
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
 
 def measure_seconds(function: Callable, *arguments: Any) -> float:
-    """The median of calls for a tenth of a second, at least one, each with an empty L2 cache."""
+    """Return the median time of calls for a tenth of a second, at least one, each with an empty L2
+    cache."""
     return do_bench(partial(function, *arguments), return_mode="median") / 1e3
 
 
@@ -86,7 +89,7 @@ def first_line(error: Exception) -> str:
 
 
 def relative_error(results: Tensor | tuple[Tensor, ...], exact: Tensor | tuple[Tensor, ...]) -> float:
-    """The largest |x - exact| / |exact| of all results; infinite if one is not finite."""
+    """Return the largest |x - exact| / |exact| of all results; infinity if one is not finite."""
     pairs = zip(results, exact) if isinstance(exact, tuple) else [(results, exact)]
     errors = [((x.double() - right).norm() / right.norm()).item() for x, right in pairs]
     return max(error if math.isfinite(error) else math.inf for error in errors)
@@ -94,9 +97,12 @@ def relative_error(results: Tensor | tuple[Tensor, ...], exact: Tensor | tuple[T
 
 def compare(contenders: Contenders, inputs: tuple, rate: Rate, exact: Callable | None = None,
             make_checked: Callable[[], tuple] = tuple) -> Result:
-    """Times of all contenders, each called with these inputs. exact: what they compute, in fp64, with which every
-    contender's result is compared; make_checked: makes the arguments for that, which may be smaller than those that are
-    timed. It is called again for each contender, under the same seed, because some work in place."""
+    """Time all contenders on these inputs and compare their results with `exact`.
+
+    exact: computes the same in fp64. make_checked: makes the arguments for this check, which may be
+    smaller than the timed inputs. It is called again for each contender, with the same seed,
+    because some contenders work in place.
+    """
     def results_of(function: Callable) -> Tensor | tuple[Tensor, ...]:
         torch.manual_seed(0)
         return function(*make_checked())
@@ -108,7 +114,7 @@ def compare(contenders: Contenders, inputs: tuple, rate: Rate, exact: Callable |
             if exact:
                 errors[name] = relative_error(results_of(contender), right)
             seconds[name] = measure_seconds(contender, *inputs)
-        except Exception as error:  # it harms no other contender, unless the GPU itself has failed
+        except Exception as error:  # other contenders go on, unless the GPU itself has failed
             failures[name] = first_line(error)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -120,7 +126,7 @@ def compare(contenders: Contenders, inputs: tuple, rate: Rate, exact: Callable |
 
 
 def choose(result: Result) -> str:
-    """The fastest contender among those that are right; "" if none was checked."""
+    """Return the fastest contender with a correct result; "" if none was checked."""
     if not result.errors:
         return ""
     seconds = {result.ours: result.seconds} | result.rivals
@@ -131,7 +137,7 @@ def choose(result: Result) -> str:
 # ---- clocks ---------------------------------------------------------------------------------------------------------
 
 class ClockLog:
-    """clocks.csv, which nvidia-smi writes while this is open. Without nvidia-smi it stays empty."""
+    """clocks.csv, which nvidia-smi writes while `running` lasts. Without nvidia-smi it stays empty."""
 
     def __init__(self, folder: str):
         self.path, self.place = os.path.join(folder, "clocks.csv"), 0
@@ -150,8 +156,12 @@ class ClockLog:
                     process.wait()
 
     def since_last_call(self) -> str:
-        """Medians over the samples since the last call in which the GPU was busy: "1755 MHz, 690 W"; "" of none. What
-        nvidia-smi cannot say, such as the power "[N/A]", is left out."""
+        """Return medians, such as "1755 MHz, 690 W", over the samples since the last call in which
+        the GPU was busy.
+
+        Without such samples it is "". A value that nvidia-smi cannot read, such as a power of
+        "[N/A]", is left out.
+        """
         with open(self.path) as file:
             file.seek(self.place)
             text = file.read()
@@ -177,7 +187,7 @@ COLUMNS = ("what", "ours, ms", "rate", "expected", "rivals, ms", "ratio: ours / 
 
 
 def table(rows: list[Row], outcomes: Outcomes) -> str:
-    """Markdown."""
+    """Return the table in Markdown."""
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
     results = {name: outcome for name, (outcome, _) in outcomes.items() if isinstance(outcome, Result)}
     for row in rows:
@@ -203,7 +213,7 @@ class Worker:
     executor: ProcessPoolExecutor | None = None
 
     def measure(self, row: Row, limit_s: float) -> Result | str:
-        """The result, or why there is none."""
+        """Return the result, or why there is none."""
         self.executor = self.executor or ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
         try:
             return self.executor.submit(row.measure).result(limit_s)
@@ -215,7 +225,7 @@ class Worker:
             return too_long(limit_s) if isinstance(error, TimeoutError) else first_line(error)
 
     def close(self) -> None:
-        """End the process, and with it what it holds of the GPU's memory."""
+        """End the process, which frees its memory on the GPU."""
         if self.executor:
             self.executor.shutdown()
 
@@ -225,13 +235,15 @@ def too_long(limit_s: float) -> str:
 
 
 def measure_rows(rows: list[Row], report: Report, limit_s: float, row_limit_s: float = ROW_LIMIT_S) -> None:
-    """Measure in this order those of the report's rows that are not in its folder yet, and write the files after each.
-    After limit_s all ends: a row that this cuts short, or for which less than LEAST_S is left, is left to the next
-    run."""
+    """Measure the rows that the report's folder does not have yet, and write the files after each.
+
+    The measurement ends after limit_s. A row that is cut short, or that would begin with less than
+    LEAST_S left, is left to the next run.
+    """
     os.makedirs(report.folder, exist_ok=True)
-    os.environ["TQDM_DISABLE"] = "1"  # of the process that measures: no progress bars in the log
+    os.environ["TQDM_DISABLE"] = "1"  # for the process that measures: no progress bars in the log
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in training, see run/cli.py
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # of rivals: starting one for each core takes longer
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # for rivals: one for each core starts more slowly
     began, known, worker, log = time.monotonic(), read_outcomes(report), Worker(), ClockLog(report.folder)
     write_table(report, known)
     with log.running():
@@ -257,13 +269,13 @@ def write_table(report: Report, outcomes: Outcomes) -> None:
 
 
 def read_outcomes(report: Report) -> Outcomes:
-    """Of this card."""
+    """Return the outcomes in rows.jsonl that were measured on this card."""
     if not os.path.exists(path := os.path.join(report.folder, "rows.jsonl")):
         return {}
     outcomes = {}
     with open(path) as file:
         for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, or of another version: again
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut short, or of another version
                 found = json.loads(line)
                 if found["card"] == report.card:
                     outcomes[found["row"]] = found.get("failure") or Result(**found["result"]), found["clock"]

@@ -1,14 +1,17 @@
-"""Does every technique train here? Three steps on each grid, in fp32 and bf16, beside one process on the CPU.
+"""Does every technique train here? Three steps on each grid, in fp32 and bf16, compared with one
+process on the CPU.
 
     torchrun --nproc_per_node=2 -m bench smoke [--grids "--tp 2; --pp 2 --schedule zb-v"] [--device cpu]
 
-A new machine's second command, after the tests: with a GPU per rank it runs NCCL, without GPUs gloo. More ranks than
-GPUs share them if NCCL can: from 2.30 on it has a switch for it, before that each rank is told that it is a host of its
-own, and all talk through sockets. So one GPU shows the order of streams and collectives, though not its speed.
+Run this command second on a new machine, after the tests. With a GPU per rank it uses NCCL, and
+without GPUs gloo. If there are more ranks than GPUs, ranks share GPUs. NCCL has a switch for this
+from 2.30 on. With an older NCCL, each rank pretends to be a host of its own, and all communicate
+through sockets. So one GPU can show the order of streams and collectives, but not their speed.
 
-A line per grid and dtype: the losses, the largest relative difference from one process's in fp32 on the CPU, and the
-seconds. fp32 sums in another order, bf16 rounds each activation; a line beyond TOLERANCE ends in "differs", and the
-exit code is 1.
+Each grid and dtype has a line: the losses, their largest relative difference from the losses of one
+process in fp32 on the CPU, and the seconds. Small differences are expected: in fp32 from another
+order of sums, in bf16 from the rounding of each activation. A line beyond TOLERANCE ends in
+"differs", and the exit code is 1.
 """
 import contextlib
 import io
@@ -49,13 +52,14 @@ USAGE = 'torchrun --nproc_per_node=N -m bench smoke [--grids "FLAGS; FLAGS"] [--
 
 @dataclass
 class Flags:
-    grids: str = setting("; ".join(GRIDS), "flags of train.py for each run, separated by semicolons; by default those "
-                                           "that these ranks can be")
-    device: str = setting("auto", "cpu: gloo, although there may be GPUs", ("auto", "cpu"))
+    grids: str = setting("; ".join(GRIDS), "flags of train.py for each run, separated by semicolons; by default all "
+                                           "grids that this number of ranks can form")
+    device: str = setting("auto", "cpu: use gloo even if there are GPUs", ("auto", "cpu"))
 
 
 def parse(arguments: list[str], ranks: int) -> tuple[list[str], str]:
-    """(flags of each grid, device). Raises ValueError for a grid that cannot run on so many ranks."""
+    """Return (flags of each grid, device). Raise ValueError for a grid that cannot run on this
+    number of ranks."""
     settings, rest = config.read_known(Flags, arguments, USAGE)
     need(not rest, f"{' '.join(rest)}: unknown, usage: {USAGE}")
     grids = []
@@ -70,7 +74,7 @@ def parse(arguments: list[str], ranks: int) -> tuple[list[str], str]:
 
 
 def choose_device(asked: str) -> torch.device:
-    """This rank's GPU, which it may share, or the CPU. Prepares NCCL for sharing."""
+    """Return this rank's GPU, which it may share, or the CPU. Prepare NCCL for sharing."""
     gpus, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if asked == "cpu" or not gpus:
         return torch.device("cpu")
@@ -86,7 +90,8 @@ def choose_device(asked: str) -> torch.device:
 
 
 def train_grid(flags: str, where: torch.device, store: dist.Store | None) -> list[float]:
-    """Train in this process and its fellows, which meet in a world of their own. The losses, on rank 0."""
+    """Train in this process and the other ranks, in a world of their own. Return the losses, on
+    rank 0."""
     losses, write = [], log.Log.write
     keep = patch.object(log.Log, "write", lambda self, record: (losses.append(record["loss"]), write(self, record)))
     with keep, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -99,14 +104,14 @@ def train_grid(flags: str, where: torch.device, store: dist.Store | None) -> lis
 
 
 def model_flags(grid: str) -> str:
-    """The flags without those that only divide the work."""
+    """Return the flags without those that only divide the work."""
     flags = (" " + " ".join(config.expand(grid.split()))).split(" --")[1:]
     return " ".join(f"--{words}" for words in flags if config.name_of(words.replace("=", " ")) not in NOT_THE_MODEL)
 
 
 @cache
 def losses_of_one_process(flags: str) -> list[float]:
-    """Of train.py on the CPU, in fp32."""
+    """Return the losses of train.py in one process on the CPU, in fp32."""
     alone = {name: value for name, value in os.environ.items()
              if not name.startswith(("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"))}
     with tempfile.TemporaryDirectory() as folder:

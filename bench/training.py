@@ -1,7 +1,8 @@
-"""Training on one GPU, measured: what a step of train.py's loop takes, and which kernels it launches for how long.
+"""Measure training on one GPU: the time of a step of train.py's loop, and the time of each kernel
+that it launches.
 
-`python -m bench gpu` has the rows (bench/gpu.py). A training row runs in a process of its own, on sequences of 4096
-tokens, with random weights that are drawn on the GPU.
+`python -m bench gpu` runs these rows (bench/gpu.py). A training row runs in its own process, on
+sequences of 4096 tokens, with random weights that are drawn on the GPU.
 """
 import gc
 import json
@@ -28,37 +29,41 @@ def settings_of(flags: str, steps: int = 10) -> config.Config:
 
 
 # ---- a run and its kernels ------------------------------------------------------------------------------------------
-KERNEL_KINDS = {  # by words in a kernel's name; the first kind that fits
+KERNEL_KINDS = {  # kind -> a pattern for a kernel's name; the first match counts
     "attention": "flash|fmha|attention|cudnn|sdpa", "loss": "cross_entropy",
     "FP8 casts": "quantise", "GEMM": "gemm|nvjet|cutlass|cublas|xmma|wgmma|_mm_|expert_gradients",
     "optimizer": "adam|multi_tensor|foreach"}
 
 
 def kind_of(kernel: str) -> str:
-    """The kind of a kernel, by its name; elementwise if no word of KERNEL_KINDS is in it."""
+    """Return the kind of a kernel by its name; "elementwise" if no pattern of KERNEL_KINDS matches."""
     kinds = [kind for kind, words in KERNEL_KINDS.items() if re.search(words, kernel, re.IGNORECASE)]
     return kinds[0] if kinds else "elementwise"
 
 
 def draw_on_gpu(seed: int) -> Source:
-    """Replaces param.draw, which takes minutes for billions of values on a CPU. The values depend on the grid."""
+    """Replace param.draw, which takes minutes for billions of values on a CPU. The values depend on
+    the grid."""
     torch.manual_seed(seed)
     return lambda spec, box: torch.randn(box_shape(box), device="cuda").mul_(spec.std).add_(spec.mean)
 
 
 def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], list[tuple[float, float, str]]]:
-    """(the metrics of every step of a training run in this process, the kernels of the last `profiled` steps: their
-    start and end in microseconds, and their name)."""
+    """Train in this process and return (the metrics of every step, the kernels of the last
+    `profiled` steps).
+
+    A kernel is (start, end, name), in microseconds.
+    """
     profiler, write = profile(activities=[ProfilerActivity.CUDA]) if profiled else None, log.Log.write
     where, reason = device.choose_device("cuda")
-    # A step's record is written when the next one has been launched already, if results are read late.
+    # If results are read late, a step's record is written after the next step has been launched.
     last_before = steps - 1 - profiled - job.reads_late(where)
 
     def write_and_profile(self: log.Log, record: dict) -> None:
         write(self, record)
         if profiled and record["step"] == last_before:
             if where.type == "cuda":
-                torch.cuda.synchronize()  # the step that has been launched is not to be in the profile
+                torch.cuda.synchronize()  # keeps the step that has been launched out of the profile
             profiler.start()
         elif profiled and record["step"] == steps - 1:
             profiler.stop()
@@ -79,7 +84,8 @@ def train_llama(flags: str, steps: int, profiled: int = 0) -> tuple[list[dict], 
 
 
 def describe_kernels(kernels: list[tuple[float, float, str]], steps: int, most: int = 30) -> tuple[str, str]:
-    """(fractions of the time by kind of kernel, a table of the kernels that take most) of kernels of some steps."""
+    """Return (fractions of the time by kind of kernel, a table of the kernels that take the most
+    time)."""
     spent, calls = Counter(), Counter()
     for start, end, name in kernels:
         spent[name] += end - start
@@ -99,8 +105,11 @@ def describe_kernels(kernels: list[tuple[float, float, str]], steps: int, most: 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 def measure_training(flags: str, steps: int = 8, profiled: int = 2) -> Result:
-    """Medians of the steps after the third, without those profiled; and what kernels the profiled steps launch. Raises
-    RuntimeError if a loss is not finite."""
+    """Measure the medians of the steps after the third, and the kernels of the last, profiled
+    steps.
+
+    Profiled steps do not count in the medians. Raise RuntimeError if a loss is not finite.
+    """
     records, kernels = train_llama(flags, steps + profiled, profiled)
     losses = [record["loss"] for record in records]
     if not all(loss and math.isfinite(loss) for loss in losses):
@@ -113,7 +122,8 @@ def measure_training(flags: str, steps: int = 8, profiled: int = 2) -> Result:
 
 
 def measure_final_loss(fp8_recipe: str) -> Result:
-    """The mean loss of the last 200 of 2,000 steps of a small Llama, as in tests/test_fp8.py."""
+    """Measure the mean loss of the last 200 of 2,000 steps of a small Llama, as in
+    tests/test_fp8.py."""
     records, _ = train_llama("--layers 2 --hidden 128 --heads 2 --kv-heads 2 --ffn 384 --seq-len 128 --global-batch 4 "
                              f"--lr 5e-4 --warmup 20 --fp8 {fp8_recipe}", 2000)
     loss = statistics.mean(record["loss"] for record in records[-200:])
