@@ -1,10 +1,11 @@
-"""What is here is to be read, looked at and tried: `python -m learn.FILE --help` says what each file is about."""
+"""Tutorials, to read and to run. `python -m learn.FILE --help` describes each file."""
 import argparse
 from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """--help prints the description as it is written; a mistake is one line, without the usage, and exit code 2."""
+    """Print the description unchanged for --help. A mistake gets one line, without the usage, and
+    exit code 2."""
 
     def __init__(self, module: str, description: str):
         super().__init__(f"python -m {module}", description=description,

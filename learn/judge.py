@@ -1,34 +1,38 @@
-"""Is a distributed trainer one process? Record a run of each kind of anybody's code, and let this file compare them.
+"""Does a distributed trainer match one process? Record a run of each, and compare the records.
 
-This file needs only torch and safetensors, no numpy: copy it beside your trainer. Both runs start from the same weights
-and see the same global batches, in fp64 or fp32, for two or three steps.
+It works for any trainer. This file needs only torch and safetensors, not numpy, so copy it beside
+your trainer. Both runs start from the same weights and see the same global batches, in fp64 or
+fp32, for two or three steps.
 
     record = judge.Record("one/")            # and "grid/" on every rank of the other run
     record.step(loss=loss, model=model)      # each step, on all ranks: after backward, before clipping and update
     record.close()                           # after the last update
 
-`python judge.py one grid [--noise other] [--json]` prints a line for what differs, none for what agrees (exit 1, 0):
+`python judge.py one grid [--noise other] [--json]` prints a line for each difference. The exit code is 1 if there is
+one, and 0 otherwise. For example:
     step 0: gradient of layers.3.mlp.up: is 2.000 times one process's: tp = 2 is counted once too often
     step 1: weight of norm: rank 0 and rank 1 hold different bits of a replicated tensor, by 9.9e-10 of the largest …
     step 1: weight of head: the gradient agreed, the update differs by -1.0e-03 times the weight: weight decay
 
-No tensor is gathered. A rank writes the tensors that it has, each with its place in the global one: DTensors (FSDP2,
-tensor parallel modules) know theirs, and a plain tensor is a whole one. For all else, `place` says it, such as
+No tensor is gathered. A rank writes the tensors that it has, each with its place in the global
+tensor. A DTensor (FSDP2, tensor parallel modules) knows its place, and a plain tensor is taken as a
+whole one. In all other cases `place` gives the name and the place, for example:
 
     Record("grid/", place=lambda name, x: (f"layers.{first + int(name[0])}{name[1:]}", None))      # a stage's own names
     Record("grid/", place=lambda name, x: (name, (slice(8 * rank, 8 * rank + 8), slice(None))))    # 8 rows on each rank
 
-Tensors that are not parameters with a `.grad` (flat partitions, master weights) are given as a list of Piece in place
-of the model. If several ranks have the same piece, one of them writes it and the others write its hash, because
-replicas must hold the same bits.
+If tensors are not parameters with a `.grad` (flat partitions, master weights), pass a list of Piece
+instead of the model. If several ranks have the same piece, one of them writes it and the others
+write its hash, because replicas must hold the same bits.
 
-Record(folder, axes=dict(dp=2, tp=2, micro=4)) gives the sizes of the grid and the number of micro-batches, from which
-wrong factors are explained.
+Record(folder, axes=dict(dp=2, tp=2, micro=4)) gives the sizes of the grid and the number of
+micro-batches. They are used to explain wrong factors.
 
-Tolerances are relative to the tensor's largest element, or to a hundredth of the largest element of all tensors if that
-is larger. In fp64 the tolerance is 1e-10. A sum of n rounded terms errs by about sqrt(n) eps, so in fp32 it is 1024 eps
-= 1.2e-4 (n is a million). In 16 bits it is 16 eps, which finds only large errors. --noise names a second correct run
-with another order of sums; ten times its differences are then tolerated.
+Tolerances are relative to the tensor's largest element, or to a hundredth of the largest element of
+all tensors if that is larger. In fp64 the tolerance is 1e-10. A sum of n rounded terms errs by
+about sqrt(n) eps, so in fp32 the tolerance is 1024 eps = 1.2e-4 (for n of a million). In 16 bits it
+is 16 eps, which finds only large errors. --noise names a second correct run with another order of
+sums. Ten times its differences are then tolerated.
 """
 import argparse
 import ctypes
@@ -48,7 +52,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-Box = tuple[slice, ...]  # a block of a global tensor; a single slice is a range of the flattened tensor
+Box = tuple[slice, ...]  # a block of a global tensor; a single slice means a range of the flattened tensor
 TOLERANCE = {"float64": 1e-10, "float32": 1024 * 2.0**-23, "bfloat16": 16 * 2.0**-7, "float16": 16 * 2.0**-10}
 FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of safetensors
 WRAPPERS = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of names
@@ -57,7 +61,8 @@ WRAPPERS = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_m
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 class Piece(NamedTuple):
-    """A part of a global parameter. term: the number of the term, if its gradient is a term of a sum over ranks."""
+    """A part of a global parameter. term: if the gradient is one term of a sum over ranks, the
+    number of the term."""
     name: str
     weight: Tensor
     grad: Tensor | None
@@ -65,11 +70,11 @@ class Piece(NamedTuple):
     term: int | None = None
 
 
-Place = Callable[[str, Tensor], tuple[str, Box | None]]  # (name, local tensor) -> (global name, box; None: as it seems)
+Place = Callable[[str, Tensor], tuple[str, Box | None]]  # (name, local tensor) -> (global name, box or None)
 
 
 def pieces_of(model: nn.Module, place: Place | None) -> Iterator[Piece]:
-    """The parameters of a module. A tied one is one: named_parameters gives it once."""
+    """Yield the parameters of a module. A tied parameter comes once, as in named_parameters."""
     for name, param in model.named_parameters():
         name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         weight, grad, box, term = param.detach(), param.grad, None, None
@@ -80,7 +85,7 @@ def pieces_of(model: nn.Module, place: Place | None) -> Iterator[Piece]:
                 summed = [dim for dim, placement in enumerate(grad.placements) if placement.is_partial("sum")]
                 grad = grad.redistribute(placements=[grad.placements[dim] if dim in summed else placement for
                                                      dim, placement in enumerate(weight.placements)]).to_local()
-                for dim in summed:  # ranks that differ in other dimensions of the mesh have the same term
+                for dim in summed:  # ranks that differ only in other dimensions have the same term
                     term = (term or 0) * weight.device_mesh.size(dim) + weight.device_mesh.get_local_rank(dim)
             weight = weight.to_local()
         if place:
@@ -92,14 +97,17 @@ def pieces_of(model: nn.Module, place: Place | None) -> Iterator[Piece]:
 
 
 def bytes_of(x: Tensor) -> ctypes.Array:
-    """The memory of a contiguous tensor on the CPU, for whatever reads buffers. x must stay alive meanwhile."""
+    """Return the memory of a contiguous tensor on the CPU as a buffer. x must stay alive while it
+    is in use."""
     return (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
 
 
 def save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file: the length of the header, the header in JSON, the tensors one after the other. The
-    package's own save_file needs numpy."""
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so each begins at a multiple of its size
+    """Write a safetensors file: the length of the header, the header in JSON, then the tensors.
+
+    The package's own save_file needs numpy.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # each at a multiple of its size
     header, end = {}, 0
     for name in names:
         x, begin = tensors[name], end
@@ -114,7 +122,7 @@ def save(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def gather_lines(mine: list[str]) -> list[list[str]]:
-    """Each rank's lines. torch's all_gather_object needs numpy."""
+    """Return the lines of every rank. Torch's all_gather_object needs numpy."""
     backends = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
     device = "cpu" if "cpu:" in backends else backends.split(":")[0]
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
@@ -130,7 +138,7 @@ def gather_lines(mine: list[str]) -> list[list[str]]:
 
 
 class Record:
-    """What one rank writes of a run. folder: the same for all ranks, new or empty."""
+    """The record that one rank writes of a run. folder: the same for all ranks, new or empty."""
 
     def __init__(self, folder: str, axes: dict[str, int] | None = None, place: Place | None = None):
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -140,12 +148,14 @@ class Record:
             raise ValueError(f"{folder}: has a record already, name a new folder")
 
     def step(self, *, model: nn.Module | Iterable[Piece], loss: Any = None, norm: Any = None, **_) -> None:
-        """loss: as you log it, the same on all ranks, or None. norm: of the whole gradient, before clipping."""
+        """Record a step. loss: as you log it, the same on all ranks, or None. norm: of the whole
+        gradient, before clipping."""
         self.model = model if isinstance(model, nn.Module) else list(model)
         self.write(("weight", "gradient"), loss=loss, norm=norm)
 
     def close(self, model: nn.Module | Iterable[Piece] | None = None) -> None:
-        """Record the weights after the last update. model: new pieces, if the last step's pieces were copies."""
+        """Record the weights after the last update. model: new pieces, needed if the pieces of the
+        last step were copies."""
         self.model = model or self.model
         self.write(("weight",))
 
@@ -167,22 +177,25 @@ class Record:
                     tensors[len(rows) - 1] = x
         mine = [json.dumps([row["kind"], row["name"], row["box"], row["hash"], row["term"]]) for row in rows]
         everyone = gather_lines(mine) if self.ranks > 1 else [mine]
-        before = {key for keys in everyone[:self.rank] for key in keys}  # pieces that an earlier rank writes
+        before = {key for keys in everyone[:self.rank] for key in keys}  # pieces that a lower rank writes
         kept = {str(i): tensors[i] for i, key in enumerate(mine) if key not in before}
         file = f"rank{self.rank}.step{self.steps}.safetensors"
         save(kept, self.folder / file)
         line = dict(step=self.steps, rank=self.rank, ranks=self.ranks, axes=self.axes, file=file, pieces=rows)
         for name, x in numbers.items():
             if x is not None:
-                line[name] = float(x.detach() if isinstance(x, Tensor) else x)  # a loss is given with its graph
+                line[name] = float(x.detach() if isinstance(x, Tensor) else x)  # the loss comes with its graph
         with open(self.folder / f"rank{self.rank}.jsonl", "a") as index:
             index.write(json.dumps(line) + "\n")
         self.steps += 1
 
     @staticmethod
     def load(folder: str, model: nn.Module, place: Place | None = None) -> None:
-        """Fill this rank's parameters with their boxes of another record's first weights, so that two runs begin alike.
-        Raises ValueError for a parameter that the record does not have."""
+        """Fill this rank's parameters from the first weights of another record, so that two runs
+        begin alike.
+
+        Raise ValueError for a parameter that the record does not have.
+        """
         other = Run(folder)
         with torch.no_grad():
             for piece in pieces_of(model, place):
@@ -204,7 +217,7 @@ def fits(box: Box, shape: torch.Size) -> bool:
 
 
 class Part(NamedTuple):
-    ranks: list[int]  # that have this piece, with equal bits
+    ranks: list[int]  # the ranks that have this piece, with equal bits
     box: Box
     dtype: str
     term: int | None
@@ -217,7 +230,7 @@ class Part(NamedTuple):
 
 
 class Run:
-    """A record. Tensors are read when they are asked for."""
+    """A record that was written. Tensors are read on demand."""
 
     def __init__(self, folder: str):
         self.folder, files = Path(folder), sorted(Path(folder).glob("rank*.jsonl"))
@@ -248,7 +261,8 @@ class Run:
         return [name for at, what, name in self.parts if (at, what) == (step, kind)]
 
     def boxes(self, step: int, kind: str, name: str) -> list[list[Part]]:
-        """The parts that ranks have of each box: one, unless they are terms of a sum or replicas that differ."""
+        """Return the parts of each box: one part, unless they are terms of a sum or replicas that
+        differ."""
         return [list(same.values()) for same in self.parts.get((step, kind, name), {}).values()]
 
     def largest(self, step: int, kind: str) -> float:
@@ -257,7 +271,10 @@ class Run:
         return self.maxima[step, kind]
 
     def whole(self, step: int, kind: str, name: str, shape: torch.Size | None = None) -> Tensor | None:
-        """The global tensor in fp64, or None if no rank has any of it. Replicas that differ: the first rank's."""
+        """Return the global tensor in fp64, or None if no rank has a part of it.
+
+        If replicas differ, the first rank's is taken.
+        """
         boxes = self.boxes(step, kind, name)
         if not boxes:
             return None
@@ -279,8 +296,8 @@ class Finding(NamedTuple):
     name: str  # of the parameter
     says: str
     off: float | None = None  # the largest difference, relative to the largest element
-    factor: float | None = None  # times one process's
-    axes: tuple[str, ...] = ()  # whose sizes are that factor
+    factor: float | None = None  # times the tensor of one process
+    axes: tuple[str, ...] = ()  # the axes whose sizes explain the factor
 
 
 def largest(x: Tensor) -> float:
@@ -288,13 +305,14 @@ def largest(x: Tensor) -> float:
 
 
 def off(got: Tensor, truth: Tensor) -> float:
-    """The largest difference, relative to the largest element."""
+    """Return the largest difference, relative to the largest element."""
     difference = largest(got - truth)
     return difference / largest(truth) if truth.any() else math.inf if difference else 0.0
 
 
 def explain_factor(factor: float, axes: dict[str, int]) -> tuple[str, float, tuple[str, ...]]:
-    """(a sentence, the factor, the axes whose size, or product of sizes, is the factor or its inverse)."""
+    """Return (a sentence, the factor, the axes whose size, or product of sizes, is the factor or
+    its inverse)."""
     for count in range(1, len(axes) + 1):  # the fewest axes that explain it
         sets = [names for names in combinations(axes, count)
                 if math.isclose(math.prod(axes[name] for name in names), max(factor, 1 / factor), rel_tol=1e-3)]
@@ -306,14 +324,14 @@ def explain_factor(factor: float, axes: dict[str, int]) -> tuple[str, float, tup
 
 
 def one_factor(got: Tensor, truth: Tensor, tolerance: float) -> float | None:
-    """f where got = f truth."""
+    """Return f if got = f truth and f is not 1; otherwise None."""
     factor = ((got * truth).sum() / (truth * truth).sum()).item()
     found = 0 < factor < math.inf and abs(factor - 1) > 4 * tolerance and off(got, factor * truth) <= 4 * tolerance
     return factor if found else None
 
 
 def row_order(got: Tensor, truth: Tensor, tolerance: float) -> str:
-    """How the rows of `truth` are permuted in `got`, by equal blocks; "" if they are not."""
+    """Describe how the rows of `truth` are permuted in `got`, by equal blocks; "" if they are not."""
     rows, theirs = (x.reshape(len(x) if x.dim() else 1, -1) for x in (got, truth))
     projection = torch.randn(rows.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     place = torch.empty(len(rows), dtype=torch.long)  # row of got -> row of truth
@@ -326,7 +344,8 @@ def row_order(got: Tensor, truth: Tensor, tolerance: float) -> str:
 
 
 class Judge:
-    """Compares a run with one process's. What differs first is reported; what comes later follows from it."""
+    """Compare a run with a run of one process. Only the earliest differences are reported, because
+    later ones follow from them."""
 
     def __init__(self, one: Run, grid: Run, noise: Run | None = None):
         if one.steps != grid.steps:
@@ -346,7 +365,7 @@ class Judge:
         return [Finding(step, kind, name, *says) for name in names if (says := self.explain(step, kind, name))]
 
     def explain(self, step: int, kind: str, name: str) -> tuple:
-        """What is wrong with a tensor: the rest of a Finding; () if nothing is."""
+        """Return what is wrong with a tensor, as the rest of a Finding; () if it is correct."""
         truth, boxes = self.one.whole(step, kind, name), self.grid.boxes(step, kind, name)
         if truth is None:
             return "one process has none",
@@ -389,7 +408,7 @@ class Judge:
         return says, off(values[1], values[0])
 
     def where(self, truth: Tensor, boxes: list[list[Part]]) -> str:
-        """Which ranks' boxes are wrong, if not all are, or each has a factor of its own."""
+        """Name the ranks whose boxes are wrong, unless all are wrong in the same way."""
         says = []
         for part, *_ in boxes:
             target = part_of(truth, part.box)
@@ -401,8 +420,11 @@ class Judge:
         return f": {', '.join(says[:8])}" if partly and len(boxes) > 1 else ""
 
     def explain_update(self, step: int, name: str, got: Tensor, truth: Tensor) -> tuple:
-        """All of the step before agreed. Adam's update depends on the sign of a gradient: where that is small beside
-        its own error, as much of the update is in doubt."""
+        """Explain a wrong update, after a step in which everything agreed.
+
+        Adam's update depends on the sign of a gradient. If a gradient is small compared with its
+        own error, the update is uncertain to the same extent.
+        """
         before, grad = self.one.whole(step - 1, "weight", name), self.one.whole(step - 1, "gradient", name)
         moved, right = got - self.grid.whole(step - 1, "weight", name, truth.shape), truth - before
         extra, size = moved - right, largest(right)
@@ -443,7 +465,7 @@ class Judge:
         return found
 
     def what_a_norm_counts(self, step: int, values: list[float]) -> str:
-        """How wrong norms arise from gradients that agree, in words."""
+        """Explain in words how a wrong norm arises from gradients that agree."""
         local = [0.0] * self.grid.ranks  # squares of each rank
         for name in self.grid.names(step, "gradient"):
             for part in (part for parts in self.grid.boxes(step, "gradient", name) for part in parts):

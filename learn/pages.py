@@ -6,7 +6,8 @@
 Docstrings and comments are on the left, and the code that they explain is on the right; on a narrow screen it is below
 them. A name links to its definition, and shows its first lines when the mouse rests on it. Each page links the previous
 and the next one in reading order, which is the order of the table in README.md. The documents of docs/ are pages, too.
-The index is the playbook's table of contents, from docs/PLAYBOOK.md. The model is labml.ai's annotated papers.
+The index is the playbook's table of contents, from docs/PLAYBOOK.md. The layout is modelled on
+labml.ai's annotated papers.
 """
 import ast
 import builtins
@@ -34,7 +35,7 @@ DEMOS = ROOT / "docs" / "demos.json"
 PICTURES = {"train.py": ["grid", "losses"], "dp.py": ["overlap"], "zero.py": ["memory"], "tp.py": ["layer"],
             "cp.py": ["zigzag"], "pp.py": ["timeline"], "schedules.py": ["schedules", "bubble", "zero-bubble"],
             "ep.py": ["experts"], "fp8.py": ["formats", "fp8"], "recompute.py": ["steps"], "flash.py": ["hierarchy"],
-            "learn/written_out.py": ["ring", "collectives"]}  # each with its caption: see `captions`
+            "learn/written_out.py": ["ring", "collectives"]}  # each is shown with its caption: see `captions`
 STYLE = """
 :root { --text: #1b1f24; --page: #fff; --side: #f6f8fa; --line: #d8dee4; --link: #0b5cad; --word: #a0209c;
         --text2: #59636e; --string: #0a6b3d; --number: #9a4a00 }
@@ -90,7 +91,7 @@ def page_of(file: str) -> str:
 
 
 def definitions(file: str) -> dict[str, Name]:
-    """The names that a file defines at its top level; methods as Class.method."""
+    """Return the names that a file defines at its top level; methods as Class.method."""
     source, found = (ROOT / file).read_text(), {}
     lines = source.splitlines()
 
@@ -112,7 +113,8 @@ def definitions(file: str) -> dict[str, Name]:
 
 
 def names_seen(file: str, everywhere: dict[str, dict[str, Name]]) -> dict[str, Name]:
-    """The names that a file can use: its own, and those that it imports from other pages."""
+    """Return the names that a file can use: its own, and the names that it imports from other
+    pages."""
     seen = {}
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -135,8 +137,11 @@ class Row(NamedTuple):
 
 
 def rows(source: str) -> list[Row]:
-    """Each line of the file once, as prose or as code. A row begins at a definition that has a docstring, or at a block
-    of comments, and has the code up to the next one."""
+    """Return the rows of a file, with each of its lines once, as prose or as code.
+
+    A row begins at a definition that has a docstring, or at a block of comments. It contains the
+    code up to the next row.
+    """
     lines, tree = source.splitlines(), ast.parse(source)
     prose_of: dict[int, list[str]] = {}  # number of the line at which a row begins -> its prose
     hidden: set[int] = set()  # lines that are prose
@@ -167,7 +172,8 @@ def rows(source: str) -> list[Row]:
 
 
 def inline(text: str, names: dict[str, Name]) -> str:
-    """A paragraph's `code`, with `names` as links, its *emphasis* and **strong** words, and its addresses."""
+    """Return the HTML of a paragraph with `code`, *emphasis*, **strong** words and addresses.
+    `names` become links."""
     out = []
     for part in re.split(r"(`[^`]+`)", escape(text, quote=False)):
         if re.fullmatch(r"`[^`]+`", part):
@@ -182,33 +188,38 @@ def inline(text: str, names: dict[str, Name]) -> str:
 
 
 def is_reference(line: str) -> bool:
-    """Whether a line begins a list of references, such as "Sources: …", "Li et al. 2020, …" or "SwiGLU: Shazeer 2020".
-    A sentence such as "Li et al. 2020 say that …" is no reference."""
+    """Return whether a line begins a list of references.
+
+    Examples are "Sources: …", "Li et al. 2020, …" and "SwiGLU: Shazeer 2020". A sentence such as
+    "Li et al. 2020 say that …" is not a reference.
+    """
     name = r"[A-Z][\w'-]+"
     authors = rf"{name}(, {name})*( (and|&) {name})?( et al\.| Team)?"
     return bool(re.match(rf"(Sources?|References?): |([A-Z][\w -]*: )?{authors} \d{{4}}([,;.]| \(|$)", line))
 
 
 def is_entry(line: str) -> bool:
-    """Whether a line begins an entry of a list."""
+    """Return whether a line begins an entry of a list."""
     return line.startswith("- ")
 
 
 def paragraph_html(lines: list[str], render: Callable[[str], str]) -> str:
-    """A paragraph, or references, each of them on its own line. render: makes HTML of text without line breaks."""
+    """Return the HTML of a paragraph, or of references, each on its own line. render: makes HTML of
+    text without line breaks."""
     text = " ".join(line.strip() for line in lines)
     if not is_reference(lines[0]):
         return f"<p>{render(text)}</p>"
-    references, label, shapes = text.partition(" Shapes: ")  # which may follow in the same line
+    references, label, shapes = text.partition(" Shapes: ")  # shapes may follow in the same line
     entries = re.split(r"(?<=;) (?![^(]*\))", references)  # a semicolon in brackets does not end a reference
     out = [f'<p class="reference">{render(entry)}</p>' for entry in entries]
     return "".join(out) + (f"<p>{render(label.strip() + ' ' + shapes)}</p>" if shapes else "")
 
 
 def prose_html(lines: list[str], names: dict[str, Name]) -> str:
-    """The HTML of prose: its paragraphs, lists, indented lines as they are, and one line per reference.
+    """Return the HTML of prose: paragraphs, lists, unchanged indented lines, and one line per
+    reference.
 
-    names: those that become links.
+    names: the names that become links.
     """
     out, paragraph, block = [], [], []
 
@@ -255,7 +266,7 @@ def link(text: str, name: Name) -> str:
 
 
 def code_html(source: str, names: dict[str, Name]) -> list[str]:
-    """The lines of a file, coloured and linked."""
+    """Return the lines of a file, coloured and linked."""
     lines, marks = source.splitlines(), defaultdict(list)  # number of a line -> (begin, end, html)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind, text = token.type, token.string
@@ -284,7 +295,7 @@ def code_html(source: str, names: dict[str, Name]) -> list[str]:
 
 
 def neighbours_html(file: str) -> str:
-    """Links to the previous and the next page in reading order."""
+    """Return links to the previous and the next page in reading order."""
     order = files()
     at = order.index(file)
     links = []
@@ -338,12 +349,13 @@ def file_html(file: str, everywhere: dict[str, dict[str, Name]], demos: dict) ->
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 def anchor_of(heading: str) -> str:
-    """The anchor of a heading, as GitHub makes it: "Save, and resume" becomes "save-and-resume"."""
+    """Return the anchor of a heading, as GitHub makes it: "Save, and resume" becomes
+    "save-and-resume"."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def markdown_line(text: str, names: dict[str, Name], own: str = "") -> str:
-    """The HTML of a line of a document in docs/. own: its page, for links to its headings.
+    """Return the HTML of a line of a document in docs/. own: its page, for links to its headings.
 
     Links to pages and to the web are kept. Other links, such as to a test, become plain text.
     """
@@ -362,12 +374,13 @@ def markdown_line(text: str, names: dict[str, Name], own: str = "") -> str:
 
 
 def cells_of(line: str) -> list[str]:
-    """The cells of a line of a table."""
+    """Return the cells of a line of a table."""
     return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
 
 
 def markdown_blocks(text: str) -> list[list[str]]:
-    """The lines of each heading, paragraph, list, table, and block of code, which begins with its fence."""
+    """Return the lines of each heading, paragraph, list, table, and block of code. A block of code
+    begins with its fence."""
     blocks, is_code = [[]], False
     for line in text.splitlines():
         if line.startswith("```"):
@@ -383,9 +396,10 @@ def markdown_blocks(text: str) -> list[list[str]]:
 
 
 def markdown_html(text: str, own: str = "") -> str:
-    """The HTML of headings, paragraphs, lists, tables and blocks of code, which are all that the documents have.
+    """Return the HTML of headings, paragraphs, lists, tables and blocks of code. The documents
+    contain nothing else.
 
-    own: the page that it is for; then headings have anchors.
+    own: the page of the document. If it is given, headings have anchors.
     """
     out = []
     render = partial(markdown_line, names={}, own=own)

@@ -1,16 +1,17 @@
-"""The pictures of the README, of docs/RUNNING.md and of the pages, made by the code that they show.
+"""Draw the pictures of README.md, docs/RUNNING.md and the pages, with the code that they show.
 
     python -m learn.pictures                        list the pictures, and how long each takes
     python -m learn.pictures grid schedules         draw these two, in pictures/, or in --out FOLDER
     python -m learn.pictures all                    draw every picture of the list
-    python -m learn.pictures loss a.jsonl b.jsonl   draw the losses of runs with --metrics, beside each other, with
-                                                    those of validation
+    python -m learn.pictures loss a.jsonl b.jsonl   draw the losses of runs, also the validation losses, in one
+                                                    picture. The files were written by --metrics
 
-Each function below draws one picture, and its first line says what there is to see. The numbers are computed by plan/,
-schedules.py and cp.py, or measured here. Needs matplotlib (requirements-test.txt).
+Each function below draws one picture, and its first line describes the picture. The numbers are
+computed by plan/, schedules.py and cp.py, or measured here. This needs matplotlib
+(requirements-test.txt).
 
-docs/pictures/ holds the pictures that are published. Whoever changes what they show draws them again, by
-`python -m learn.pictures NAME --out docs/pictures`.
+docs/pictures/ holds the published pictures. After changing the code that a picture shows, draw it
+again: `python -m learn.pictures NAME --out docs/pictures`.
 """
 import argparse
 import inspect
@@ -56,12 +57,12 @@ from run.data import open_samples
 from run.meter import Meter
 from run.timeline import svg
 
-FOLDER = Path(__file__).parent.parent / "pictures"  # where they are drawn unless --out says otherwise; git ignores it
+FOLDER = Path(__file__).parent.parent / "pictures"  # the default of --out; git ignores it
 COLORS = {"dp": "#4c78a8", "cp": "#2a9d8f", "tp": "#e07b39", "pp": "#8e5ea2", "ep": "#c8443c"}
 KINDS = {"weights": "#4c78a8", "gradients": "#54a24b", "optimizer": "#e0a030", "activations": "#c8443c",
          "temporaries": "#999999"}
 RANKS = ["#7aa6da", "#8cc98c", "#e0b15e", "#c98ac0"]
-matplotlib.rcdefaults()  # whatever the user's own file says
+matplotlib.rcdefaults()  # ignores the user's matplotlibrc
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "penteract", "font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold", "legend.frameon": False,
@@ -69,18 +70,22 @@ matplotlib.rcParams.update({
 
 
 def as_svg(figure: Figure) -> str:
-    """White background, readable on dark pages; no date, so that equal pictures are equal files."""
+    """Return the figure as SVG.
+
+    Its background is white, to be readable on dark pages. It has no date, so that equal pictures
+    are equal files.
+    """
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
     pyplot.close(figure)
     text = re.sub(r'<!--.*?-->| id="(text|patch|line2d|xtick|ytick|axes|figure|legend)_[0-9]+"', "", text.getvalue(),
                   flags=re.DOTALL)
-    text = re.sub(r'"[^"]*"', lambda attribute: re.sub(r"(\.[0-9])[0-9]+", r"\1", attribute[0]), text)  # of a point
+    text = re.sub(r'"[^"]*"', lambda attribute: re.sub(r"(\.[0-9])[0-9]+", r"\1", attribute[0]), text)  # one decimal
     return re.sub(r"\s*\n\s*", "\n", text)
 
 
 def bare(axes, x: tuple[float, float], y: tuple[float, float]) -> None:
-    """Only what is drawn, between these limits, to one scale."""
+    """Remove the axes, and use these limits and one scale for x and y."""
     axes.set_axis_off()
     axes.set_aspect("equal")
     axes.set_xlim(*x)
@@ -170,7 +175,7 @@ def bubble() -> Figure:
 # ---- memory and step time, as plan/ predicts them -----------------------------------------------------------------
 
 def stacked(axes, bars: dict[str, dict[str, float]], title: str, limit: float = 0.0) -> None:
-    """Horizontal bars of bytes by kind, from top to bottom."""
+    """Draw horizontal bars of bytes by kind, from top to bottom."""
     for row, kinds in enumerate(bars.values()):
         at = 0.0
         for kind, color in KINDS.items():
@@ -213,8 +218,9 @@ def memory() -> Figure:
 
 
 def planner() -> Figure:
-    """The planner's map: per model and number of H100s, the fastest grid that fits and its utilisation. (A search of
-    all sizes, which takes longer, also finds ep 8 for Mixtral's 8 experts.)"""
+    """The planner's map: for each model and number of H100s, the fastest grid that fits, and its
+    utilisation. (For Mixtral's 8 experts, ep 8 is given. A search of all sizes takes longer and
+    finds the same.)"""
     models = {"llama-3.2-1b": (256, {}), "llama-3.1-8b": (512, {}), "llama-3.1-70b": (1024, {}),
               "mixtral-8x7b": (512, dict(ep=8))}
     gpus = (8, 32, 128, 512)
@@ -242,7 +248,8 @@ def planner() -> Figure:
 
 
 def scaling() -> Figure:
-    """What an axis costs as it grows, of a 3.6B model: the playbook's fastest runs (dots) and plan/ (lines)."""
+    """The cost of an axis as it grows, for a 3.6B model: the playbook's fastest runs (dots) and
+    plan/ (lines)."""
     from tests.published import runs as published
     from tests.published.requests import run_of
     runs = [row for row in published.rows() if row.table == "playbook_runs" and row.step_s
@@ -286,7 +293,8 @@ def scaling() -> Figure:
 # ---- how techniques work --------------------------------------------------------------------------------------------
 
 def overlap() -> Figure:
-    """Where communication hides: four layers of Llama 3.1 8B on 64 H100s, times of plan/; what is not covered waits.
+    """Where communication is hidden: four layers of Llama 3.1 8B on 64 H100s, with times of plan/.
+    Computation waits for communication that it does not cover.
 
     F3, B3: the forward and the backward of layer 3. R3: the reduction of its gradient over the ranks. w3: the gather of
     its weights. k1: the next shard of keys and values.
@@ -303,7 +311,8 @@ def overlap() -> Figure:
     compute += [(0, (4 + 2 * i) * forward, 2 * forward, f"B{3 - i}") for i in layers]
 
     def chain(starts: list[float], duration: float, names: list[str]) -> list[tuple]:
-        """Messages of one network: each begins when it may, and when the one before it has ended."""
+        """Schedule the messages of one network. Each begins when it is ready and the message before
+        it has ended."""
         out, free = [], 0.0
         for may, name in zip(starts, names):
             began = max(may, free)
@@ -338,8 +347,9 @@ def overlap() -> Figure:
 
 
 def layer() -> Figure:
-    """What rank 1 of four holds of a layer: tokens x hidden, an input and an output matrix, and eight experts. ZeRO-3
-    shards what is flat: its second quarter is half of A, and of all experts two."""
+    """The part of a layer on rank 1 of four: tokens x hidden, an input and an output matrix, and
+    eight experts. ZeRO-3 shards flat tensors: the second quarter is half of A, and two of the
+    experts."""
     figure, axes = pyplot.subplots(figsize=(9.4, 2.9))
     ways = {"one process": {}, "tp": dict(A="rows", B="columns"),
             "tp with sp": dict(X="tokens", A="rows", B="columns"), "cp": dict(X="zig-zag"),
@@ -368,7 +378,8 @@ def layer() -> Figure:
 
 
 def zero_bubble() -> Figure:
-    """Why a bubble can be filled: a stage's W waits only for its own B, everything else for a neighbour."""
+    """Why a bubble can be filled: the W of a stage waits only for its own B. Everything else waits
+    for a neighbour."""
     figure, axes = pyplot.subplots(figsize=(7.4, 2.3))
     for column in range(3):
         for row, (name, color) in enumerate((("W", "#54a24b"), ("B (dX)", "#4c78a8"), ("F", "#e07b39"))):
@@ -405,7 +416,8 @@ def hierarchy() -> Figure:
 
 
 def zigzag() -> Figure:
-    """Causal attention on four ranks: contiguous shards are unequal work, zig-zag shards equal."""
+    """Causal attention on four ranks: contiguous shards are unequal work, and zig-zag shards are
+    equal work."""
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.9))
     owner = {chunk: rank for rank in range(4) for chunk in own_chunks(4, rank)}
     for ax, name, of in ((axes[0], "contiguous", lambda chunk: chunk // 2), (axes[1], "zig-zag", owner.get)):
@@ -422,8 +434,9 @@ def zigzag() -> Figure:
 
 
 def ring() -> Figure:
-    """A ring all-reduce of four chunks on four ranks: n - 1 hops of reduce-scatter, n - 1 of all-gather; in each hop
-    each rank sends one chunk. A cell shows the ranks whose terms have been summed."""
+    """A ring all-reduce of four chunks on four ranks: n - 1 hops of reduce-scatter, then n - 1 hops
+    of all-gather. In each hop each rank sends one chunk. A cell shows the ranks whose terms have
+    been summed."""
     figure, axes = pyplot.subplots(1, 7, figsize=(9, 2.0))
     have = [[{rank} for _ in range(4)] for rank in range(4)]
     for hop, ax in enumerate(axes):
@@ -447,7 +460,8 @@ def ring() -> Figure:
 
 
 def collectives() -> Figure:
-    """What each collective makes of four ranks' data: letters are chunks, digits the rank that they come from."""
+    """The result of each collective on four ranks: letters are chunks, and digits are the ranks
+    that they come from."""
     chunks, ranks = "abcd", "0123"
     shards = [[f"{chunks[r]}{r}" if c == r else "" for c in range(4)] for r in range(4)]
     full = [[f"{c}{r}" for c in chunks] for r in ranks]
@@ -565,7 +579,7 @@ FP8 = {"bf16": (1, ""), "fp32": (1, "--dtype fp32"), "FP8, a scale per tensor": 
 
 
 def as_rank(rank: int, ranks: int, port: int, flags: list[str], log: str) -> None:
-    """What torchrun starts, in a process that has loaded train.py already."""
+    """Train as one rank that torchrun has started, in a process that has loaded train.py already."""
     os.environ |= {name: str(value) for name, value in dict(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         TORCHELASTIC_USE_AGENT_STORE=True).items()}
@@ -576,7 +590,8 @@ def as_rank(rank: int, ranks: int, port: int, flags: list[str], log: str) -> Non
 
 
 def train_runs(common: str, runs: dict[str, tuple[int, str]]) -> Figure:
-    """Draw the losses of `runs`, title -> ranks and flags, which are trained on the texts of Python's help()."""
+    """Train `runs` on the texts of Python's help() and draw their losses. runs: title -> (ranks,
+    flags)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "train"])
     with tempfile.TemporaryDirectory() as folder:
@@ -597,12 +612,13 @@ def train_runs(common: str, runs: dict[str, tuple[int, str]]) -> Figure:
 
 
 def losses() -> Figure:
-    """Twelve grids train the same model in fp64: their losses are equal up to rounding."""
+    """Twelve grids train the same model in fp64. Their losses are equal up to rounding."""
     return train_runs("--dtype fp64 --hidden 64 --ffn 176 --steps 12 --seq-len 32 --global-batch 8", GRIDS)
 
 
 def fp8() -> Figure:
-    """Losses with FP8 matmuls, emulated on a CPU, follow those of bf16; fp32 shows what chaos alone does."""
+    """Losses with FP8 matmuls, emulated on a CPU, follow the losses with bf16. The curve of fp32
+    shows how much rounding alone changes a run."""
     return train_runs("--dtype bf16 --kv-heads 4 --ffn 384 --steps 40 --seq-len 64 --global-batch 8", FP8)
 
 
@@ -614,8 +630,11 @@ class Losses(NamedTuple):
 
 
 def read_losses(path: str, name: str = "") -> Losses:
-    """The losses in a file of --metrics. name: "" for that of the file. Raises ValueError for a file that is missing or
-    another one."""
+    """Return the losses in a file of --metrics. name: the name of the run; "" for the name of the
+    file.
+
+    Raise ValueError if the file is missing or has no metrics.
+    """
     try:
         with open(path) as file:
             rows = [json.loads(line) for line in file]
@@ -629,13 +648,15 @@ def read_losses(path: str, name: str = "") -> Losses:
 
 
 def read_all_losses(paths: list[str]) -> list[Losses]:
-    """Of files with one name, such as runs/a/metrics and runs/b/metrics, the path is the name."""
+    """Return the losses of each file. If files share a name, such as runs/a/metrics and
+    runs/b/metrics, use their paths."""
     stems = [Path(path).stem for path in paths]
     return [read_losses(path, path if stems.count(stem) > 1 else stem) for path, stem in zip(paths, stems)]
 
 
 def loss(runs: list[Losses]) -> Figure:
-    """Losses of runs by step, those of validation as dots, and the difference of each from the first run's."""
+    """Losses of runs by step, with validation losses as dots, and the difference of each run from
+    the first run."""
     first, *others = runs
     figure, axes = pyplot.subplots(1, 2 if others else 1, figsize=(9, 3.9), squeeze=False)
     for number, run in enumerate(runs):
@@ -657,7 +678,8 @@ def loss(runs: list[Losses]) -> Figure:
 
 
 def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], float]:
-    """Predict each byte of argparse.py from the 4 before it: an embedding, 8 experts of which a token uses one, a head.
+    """Train a model to predict each byte of argparse.py from the 4 bytes before it: an embedding, 8
+    experts (one per token), and a head.
 
     Returns each expert's share of the tokens, and the mean loss in nats per byte, over the last 20 steps.
     """
@@ -693,7 +715,8 @@ def train_experts(balance: ep.Balance, steps: int = 300) -> tuple[list[float], f
 
 
 def experts() -> Figure:
-    """Tokens of each expert after 300 steps, relative to the mean, without balancing and with two ways of it."""
+    """Tokens of each expert after 300 steps, relative to the mean: without balancing, and with two
+    ways of balancing."""
     ways = {"nothing": ep.Balance(), "an auxiliary loss": ep.Balance(aux_loss=0.1),
             "biases": ep.Balance(router_bias_rate=0.01)}
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 2.7), sharey=True)
@@ -723,7 +746,7 @@ PICTURES = {
 
 
 def describe(name: str) -> str:
-    """A line of the list: the name, the seconds, and what there is to see."""
+    """Return a line of the list: the name, the seconds, and the description."""
     picture = PICTURES[name]
     text = inspect.getdoc(picture.draw).replace("\n", " ")
     sentence = re.match(r".*?\.(?= [A-Z(]|  |$)", text)[0]
@@ -731,8 +754,11 @@ def describe(name: str) -> str:
 
 
 def chosen(names: list[str]) -> dict[str, Callable[[], Figure | str]]:
-    """Name of a file -> what draws it. Raises ValueError for a name that is not in the list, or a file of metrics that
-    cannot be read."""
+    """Return name of a file -> the function that draws it.
+
+    Raise ValueError for a name that is not in the list, or for a file of metrics that cannot be
+    read.
+    """
     if names[:1] == ["loss"] and names[1:]:
         return {"loss": partial(loss, read_all_losses(names[1:]))}
     if names == ["all"]:

@@ -1,15 +1,16 @@
-"""Learn by writing it: 24 functions of the playbook with an empty body, and planted bugs to be found.
+"""Learn by doing: write 24 functions of the playbook whose bodies are empty, and find planted bugs.
 
     python -m learn.puzzles --list              all of them, in the playbook's order
     python -m learn.puzzles ring-attention      a copy of the project in puzzles/ring-attention/ with that body empty;
                                                 run the same command again to test your solution
     python -m learn.puzzles ring-attention --hint       the next hint
-    python -m learn.puzzles ring-attention --reveal     what the repository has there
-    python -m learn.puzzles bug-17              a copy with one line changed, and how a test fails: where is it?
+    python -m learn.puzzles ring-attention --reveal     the repository's own body
+    python -m learn.puzzles bug-17              a copy with one line changed, and the output of a test that fails
 
-Your files are not touched: everything is in puzzles/, or --in FOLDER. Bugs are those of tests/data/planted.toml. A test
-takes from a few seconds to a minute, and needs what requirements-test.txt lists. The exit code is 0 if nothing is left
-to fix, 1 while the test fails, and 2 if the command cannot be carried out.
+Your files are not touched: everything is in puzzles/, or --in FOLDER. The bugs are in
+tests/data/planted.toml. A test takes from a few seconds to a minute, and needs the packages of
+requirements-test.txt. The exit code is 0 if nothing is left to fix, 1 while the test fails, and 2
+if the command cannot be carried out.
 """
 import argparse
 import ast
@@ -27,16 +28,16 @@ from typing import NamedTuple
 from learn import Parser
 
 ROOT = Path(__file__).parent.parent
-HOME = ROOT / "puzzles"  # where copies are, unless --in says otherwise
+HOME = ROOT / "puzzles"  # the default of --in
 BLANK = "raise NotImplementedError('this is the puzzle')"
 
 
 class Puzzle(NamedTuple):
     file: str
     function: str  # or Class.method
-    test: str  # that fails without the body and passes with it
+    test: str  # a test that fails without the body and passes with it
     hints: tuple[str, ...]
-    also: tuple[str, ...] = ()  # more tests, of what the docstring says and `test` does not see
+    also: tuple[str, ...] = ()  # tests of what the docstring says beyond `test`
 
 
 WAITED_FOR = "tests/test_zero.py::test_every_collective_is_waited_for_before_its_tensors_are_used"
@@ -143,7 +144,7 @@ def planted_bugs() -> list[dict]:
 
 
 def find(name: str) -> Puzzle | dict:
-    """Raises ValueError for a name that there is not."""
+    """Return the puzzle or bug of that name. Raise ValueError for an unknown name."""
     bugs = planted_bugs()
     if name in PUZZLES:
         return PUZZLES[name]
@@ -162,7 +163,7 @@ def function_in(source: str, name: str) -> ast.FunctionDef:
 
 
 def blanked(source: str, name: str) -> str:
-    """The file without what the function does: its docstring stays."""
+    """Return the file with the function's body removed, except its docstring."""
     node, lines = function_in(source, name), source.splitlines(keepends=True)
     first = node.body[1] if ast.get_docstring(node) else node.body[0]
     indent = " " * first.col_offset
@@ -179,15 +180,20 @@ def load_passages():
 
 
 def next_name(name: str) -> str:
-    """The puzzle that follows this one: bugs follow the last function, and nothing ("") follows the last bug."""
+    """Return the name of the next puzzle. Bugs follow the last function, and "" follows the last
+    bug."""
     names = [*PUZZLES, *(f"bug-{number}" for number in range(1, len(planted_bugs()) + 1)), ""]
     return names[names.index(name) + 1]
 
 
 def is_left_out(path: Path, copied_to: Path) -> bool:
-    """Whether a copy of the project does without this file or folder: it is hidden or a cache; or it is the copy itself
-    or an earlier one, which may be anywhere in the project; or it lies beside our folders and has neither code nor
-    pages, such as an environment, a corpus or the checkpoints of a run."""
+    """Return whether a copy of the project leaves out this file or folder. There are three cases:
+
+    - It is hidden, or a cache.
+    - It is the copy itself or an earlier copy, which may be anywhere in the project.
+    - It lies beside our folders and has neither code nor pages, such as an environment, a corpus or
+      the checkpoints of a run.
+    """
     if path.name.startswith(".") or path.name == "__pycache__":
         return True
     if not path.is_dir():
@@ -198,7 +204,7 @@ def is_left_out(path: Path, copied_to: Path) -> bool:
 
 
 def copy(puzzle: Puzzle | dict, folder: Path) -> None:
-    """The project in the folder, with the puzzle in it. The folder may be inside the project."""
+    """Copy the project to the folder, and put the puzzle in. The folder may be inside the project."""
     def left_out(parent: str, names: list[str]) -> list[str]:
         return [name for name in names if is_left_out(Path(parent, name), folder)]
 
@@ -214,21 +220,24 @@ def tests_of(puzzle: Puzzle | dict) -> list[str]:
 
 
 def judge(puzzle: Puzzle | dict, folder: Path) -> tuple[bool, str]:
-    """(whether the tests pass, the last lines that they print). Raises ValueError if they have not ended after five
-    minutes, which is the case where a rank waits for ever."""
+    """Return (whether the tests pass, the last lines that they print).
+
+    Raise ValueError if they have not ended after five minutes, perhaps because a rank waits for
+    ever.
+    """
     tests = tests_of(puzzle)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "", *tests]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
         raise ValueError(f"{', '.join(tests)}: not ended after five minutes; perhaps a rank waits for ever") from None
-    lines = (done.stdout + done.stderr).rstrip().splitlines()  # pytest complains of flags and of conftest.py on stderr
+    lines = (done.stdout + done.stderr).rstrip().splitlines()  # errors in flags or in conftest.py are on stderr
     passes = done.returncode == 0 and re.search(r"\b[1-9]\d* passed", done.stdout)  # 0 also where all were skipped
     return bool(passes), "\n".join(lines[-25:])
 
 
 def attempt(name: str, puzzle: Puzzle | dict, asked: argparse.Namespace) -> int:
-    """Make the copy if it is not there yet, else run the test in it. Returns the exit code."""
+    """Make the copy, or run the test in it if it exists already. Return the exit code."""
     is_bug, folder = not isinstance(puzzle, Puzzle), asked.folder / name
     command = "python -m learn.puzzles"
     where = "" if asked.folder == HOME else f" --in {shlex.quote(str(asked.folder))}"

@@ -1,25 +1,28 @@
-"""A GPU primer: a crash course in Triton, as one matmul in nine kernels and one GELU in five versions.
+"""A GPU primer: a crash course in Triton, with a matmul in nine kernels and GELU in five versions.
 
-Read it before kernels.py and flash.py: each of the nine kernels adds one idea that those rely on.
-`python -m learn.triton_primer` shows what each kernel reads, and on a GPU how fast it is.
+Read it before kernels.py and flash.py: each of the nine kernels adds one idea on which these files
+rely. `python -m learn.triton_primer` shows the bytes that each kernel reads and, on a GPU, its
+speed.
 
-A GPU has 100 to 150 processors (SMs), each with four tensor cores, and one memory for all of them. An H200 does 989e12
-bf16 operations per second and moves 4.8e12 bytes, so it waits for memory unless it does 206 operations per byte. A bf16
-matmul of n x n has n/3 operations per byte if each byte is moved once; a simple kernel asks for each byte n times. The
-ladder asks for fewer bytes, and then asks earlier than it needs them. C = A B, A is M x K, B is K x N, all row-major:
+A GPU has 100 to 150 processors (SMs), each with four tensor cores, and one memory for all of them.
+An H200 does 989e12 bf16 operations per second and moves 4.8e12 bytes, so it waits for memory unless
+it does 206 operations per byte. A bf16 matmul of n x n has n/3 operations per byte if each byte is
+moved once, but a simple kernel asks for each byte n times. The kernels form a ladder. Its first
+rungs ask for fewer bytes, and its last ones ask for bytes before they need them. All matrices are
+row-major: C = A B, A is M x K, B is K x N.
 
                    a program computes           what is new
-    uncoalesced    a piece of a column of C     32 threads read one below the other in A: 32 sectors of 32 bytes, of
-                                                each of which one element is used
-    coalesced      a piece of a row of C        32 threads read side by side in B: 2 sectors, of which all is used
-    coarsened      BM pieces of rows of C       a thread computes BM elements, and uses what it has read of B BM times
+    uncoalesced    a piece of a column of C     32 threads read one below the other in A: 32 sectors of 32 bytes. Only
+                                                one element of each sector is used
+    coalesced      a piece of a row of C        32 threads read side by side in B: 2 sectors, fully used
+    coarsened      BM pieces of rows of C       a thread computes BM elements, and uses each element of B BM times
     tiled          a tile of C, BM x BN         an element of A serves BN columns, one of B serves BM rows; tensor cores
-    grouped        a larger tile                programs run in an order that walks down GROUP tiles: those that run at
-                                                once share rows and columns, which they find in the L2 cache
-    selected       a tile, also at an edge      threads beyond an edge take 0 in place of what they load: as in a warp
+    grouped        a larger tile                the order of programs walks down GROUP tiles. Programs that run at the
+                                                same time share rows and columns, which they find in the L2 cache
+    selected       a tile, also at an edge      threads beyond an edge load an element but use 0 instead. As in a warp
                                                 whose threads diverge, both sides of the choice are executed
     masked         the same                     threads beyond an edge load nothing: one path for all, without a branch
-    pipelined      the same                     the next tiles are loaded while tensor cores multiply these
+    pipelined      the same                     the next tiles are loaded while tensor cores multiply the current ones
     persistent     many tiles in turn           one program per SM; a copy engine (TMA) loads and stores whole tiles
 
 Time is at least max(FLOPs / peak, bytes / bandwidth), the roofline. FLOPs are 2 M N K. There is one bandwidth for
@@ -32,8 +35,9 @@ memory and one for the L1 caches, 128 bytes per clock and SM. Bytes, for element
                    different columns of tiles in a wave: e K (R BM + S BN), summed over waves, and e M N for C. For W
                    square tiles the least is R = S = sqrt(W); row-major order has R = 1, S = W. Hence the groups.
 
-GELU, the tanh form: y = x/2 (1 + tanh z/2) = x / (1 + exp(-z)), z = sqrt(8/pi) (x + 0.044715 x^3). It has nine
-operations for 8 bytes of fp32, so it is bound by memory: 8 bytes if fused, 64 if every operation reads and writes.
+GELU, the tanh form: y = x/2 (1 + tanh z/2) = x / (1 + exp(-z)), z = sqrt(8/pi) (x + 0.044715 x^3).
+It has nine operations for 8 bytes of fp32, so it is bound by memory. It moves 8 bytes per element
+if fused, and 64 if every operation reads and writes memory.
 
 Sources: Hwu, Kirk & El Hajj, Programming Massively Parallel Processors (coalescing, tiling, coarsening, divergence);
 Williams et al. 2009 (roofline); Tillet et al. 2019, and Triton's tutorials 03 and 09 (grouping, persistence);
@@ -61,7 +65,8 @@ WARP = 32  # threads that execute one instruction together
 
 
 class Card(NamedTuple):
-    """Peaks per second, SMs and L2, from the data sheet. `ask_device` replaces what a GPU says of itself."""
+    """Peaks per second, SMs and L2, from the data sheet. `ask_device` replaces the values that a
+    GPU reports itself."""
     tensor: float  # FLOPs of tensor cores, in bf16, dense
     fma: float  # FLOPs without them, in fp32: SMs x 128 lanes x 2 x clock, the highest
     memory: float  # bytes
@@ -129,7 +134,8 @@ def coarsened(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.co
 
 @triton.jit
 def tiled(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Also the `grouped` rung: larger tiles, so that a thread computes more with what it reads, and GROUP > 1."""
+    """Also the `grouped` rung, with GROUP > 1 and larger tiles, so that a thread computes more with
+    each byte that it reads."""
     i, j = find_tile_jit(tl.program_id(0), M // BM, N // BN, GROUP)
     rows, cols, ks = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
     in_a, in_b = rows[:, None] * K + ks, ks[:, None] * N + cols
@@ -141,7 +147,8 @@ def tiled(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 
 @triton.jit
 def selected(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Every load is made: beyond an edge that of the last element, again and again, in place of which 0 is taken."""
+    """Every thread loads an element. Beyond an edge it loads the last one again, and 0 is used
+    instead."""
     i, j = find_tile_jit(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP)
     rows, cols, ks = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
     acc = tl.full((BM, BN), 0.0, tl.float32)
@@ -156,7 +163,8 @@ def selected(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.conste
 
 @triton.jit
 def masked(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Also the `pipelined` rung: num_stages - 1 loads are under way. A masked load gives 0, which adds nothing."""
+    """Also the `pipelined` rung, in which num_stages - 1 loads are in flight. A masked load gives
+    0, which adds nothing."""
     i, j = find_tile_jit(tl.program_id(0), (M + BM - 1) // BM, (N + BN - 1) // BN, GROUP)
     rows, cols, ks = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
     in_a, in_b = rows[:, None] * K + ks, ks[:, None] * N + cols
@@ -170,12 +178,14 @@ def masked(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 
 @triton.jit
 def persistent(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """A descriptor has a matrix's shape: one thread names a tile, and the copy engine computes and clips addresses."""
+    """A descriptor holds the shape of a matrix. One thread names a tile, and the copy engine
+    computes and clips addresses."""
     A = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
     B = tl.make_tensor_descriptor(b, [K, N], [N, 1], [BK, BN])
     C = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BM, BN])
     tiles_m, tiles_n = (M + BM - 1) // BM, (N + BN - 1) // BN
-    # flatten: one loop over tiles and k, so that the next tile's loads are under way while this one is stored
+    # flatten: one loop over tiles and k, so that the next tile's loads are in flight while this one
+    # is stored
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         i, j = find_tile_jit(tile, tiles_m, tiles_n, GROUP)
         acc = tl.full((BM, BN), 0.0, tl.float32)
@@ -207,7 +217,8 @@ class Rung(NamedTuple):
 
 
 ANY_SHAPE = selected, masked, persistent
-# The first two walk along the side where a tile is one element wide, and so read the same bytes from memory.
+# The first two walk along the side on which a tile is one element wide, so they read the same bytes
+# from memory.
 LADDER = {
     "uncoalesced": Rung("one thread per element", uncoalesced, (128, 1), 1, 4, resident=16),
     "coalesced": Rung("neighbouring threads read neighbours", coalesced, (1, 128), 1 << 20, 4, resident=16),
@@ -253,8 +264,8 @@ def matmul(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
     group = min(rung.group, triton.next_power_of_2(tiles_m))  # the same order; 2^20 * tiles_n could overflow int32
     constants = rung.constants | dict(GROUP=group)
     if rung.kernel is persistent:
-        device = a.device  # the allocator must not refer to a itself, which Triton would keep alive
-        # On a CPU few enough for a program to get several tiles of a small matrix.
+        device = a.device  # the allocator must not refer to `a`: Triton would keep it alive
+        # On a CPU there are so few programs that each gets several tiles, even of a small matrix.
         on_gpu = device.type == "cuda"
         programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4)
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -265,12 +276,16 @@ def matmul(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
 # ---- costs by formula -----------------------------------------------------------------------------------------------
 
 def sectors(stride_bytes: int) -> Counter[int]:
-    """How many threads each sector serves, in one load by a warp whose threads read `stride_bytes` apart."""
+    """Return how many threads each sector serves, in one load by a warp whose threads read
+    `stride_bytes` apart."""
     return Counter(thread * stride_bytes // SECTOR for thread in range(WARP))
 
 
 def bytes_asked(rung: Rung, M: int, N: int, K: int, itemsize: int) -> int:
-    """Bytes that loads and stores ask the L1 caches for, in sectors. Rows are at least one sector, and warps full."""
+    """Return the bytes that loads and stores ask of the L1 caches, in sectors.
+
+    Rows must be at least one sector long, and warps full.
+    """
     tiles_m, tiles_n = rung.tiles(M, N)
     if rung.kernel is uncoalesced:  # a sector per thread of A, one per warp of B, one per thread of C
         return M * N * K * SECTOR + M * N // WARP * K * SECTOR + M * N * SECTOR
@@ -287,8 +302,11 @@ def bytes_asked(rung: Rung, M: int, N: int, K: int, itemsize: int) -> int:
 
 def bytes_moved(rung: Rung, M: int, N: int, K: int, itemsize: int, sms: int = H200.sms,
                 l2_bytes: int = H200.l2_bytes) -> int:
-    """Bytes from and to memory. A and B are read once if L2 holds both. If not, programs are assumed to share reads
-    within a wave, which is rung.resident programs on each SM, and not between waves."""
+    """Return the bytes from and to memory.
+
+    A and B are read once if L2 holds both. If not, programs are assumed to share reads within a
+    wave, but not between waves. A wave is rung.resident programs on each SM.
+    """
     operands, result = (M * K + K * N) * itemsize, M * N * itemsize
     if operands <= l2_bytes:
         return operands + result
@@ -304,7 +322,8 @@ def bytes_moved(rung: Rung, M: int, N: int, K: int, itemsize: int, sms: int = H2
 
 
 def bound(rung: Rung, M: int, N: int, K: int, itemsize: int, card: Card) -> tuple[float, str]:
-    """The least seconds that a rung can take on a card, and what bounds them: "compute", "memory" or "L1"."""
+    """Return the least seconds that a rung can take on a card, and the bound: "compute", "memory"
+    or "L1"."""
     return max((2 * M * N * K / (card.tensor if rung.on_tensor_cores else card.fma), "compute"),
                (bytes_moved(rung, M, N, K, itemsize, card.sms, card.l2_bytes) / card.memory, "memory"),
                (bytes_asked(rung, M, N, K, itemsize) / card.l1, "L1"))
@@ -313,7 +332,8 @@ def bound(rung: Rung, M: int, N: int, K: int, itemsize: int, card: Card) -> tupl
 # ---- GELU -----------------------------------------------------------------------------------------------------------
 
 def gelu_eager(x: Tensor) -> Tensor:
-    """Seven operations of torch, which read nine tensors and write seven; a fused one reads one and writes one."""
+    """Compute GELU by seven operations of torch, which read nine tensors and write seven. A fused
+    kernel reads one and writes one."""
     return x / (1 + torch.exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x ** 3)))
 
 
@@ -368,7 +388,8 @@ def gelu_cuda() -> Callable[[Tensor], Tensor]:
 
 @cache
 def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
-    """The versions of GELU by name; the one in CUDA only on a machine with nvcc, ninja and what they need."""
+    """Return the versions of GELU by name. The CUDA version needs nvcc and ninja, with their own
+    requirements."""
     versions = {"eager": gelu_eager, "F.gelu": lambda x: F.gelu(x, approximate="tanh"),
                 "torch.compile": torch.compile(gelu_eager), "Triton": gelu_triton}
     if shutil.which("nvcc") and shutil.which("ninja"):
@@ -382,7 +403,8 @@ def gelus() -> dict[str, Callable[[Tensor], Tensor]]:
 # ---- measuring, on a GPU --------------------------------------------------------------------------------------------
 
 def measure_seconds(function: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], repeats: int = 20) -> float:
-    """Median seconds between events around a call. `inputs` take turns, so that L2 has none of them at its turn."""
+    """Return the median seconds between events around a call. `inputs` take turns, so that none is
+    still in L2 at its turn."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for turn in range(-3, repeats):  # the first three compile and warm up
         start, stop = events[max(turn, 0)]
@@ -395,7 +417,7 @@ def measure_seconds(function: Callable[..., Tensor], inputs: list[tuple[Tensor, 
 
 
 def make_cold_inputs(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Inputs for measure_seconds, so many that without any one of them they still fill L2 twice."""
+    """Make inputs for measure_seconds. There are so many that all except any one fill L2 twice."""
     first = make()
     l2 = torch.cuda.get_device_properties(first[0].device).L2_cache_size
     return [first, *(make() for _ in range(math.ceil(2 * l2 / sum(x.nbytes for x in first))))]
@@ -426,7 +448,8 @@ def measure_gelus(n: int) -> dict[str, float]:
 
 
 def format_profile(function: Callable[..., Tensor], *inputs: Tensor) -> str:
-    """torch.profiler's table of one call: the ten operations and kernels that take most time on the device."""
+    """Return torch.profiler's table of one call: the ten operations and kernels with the most time
+    on the device."""
     from torch.profiler import ProfilerActivity, profile
 
     function(*inputs)
@@ -442,7 +465,8 @@ def format_profile(function: Callable[..., Tensor], *inputs: Tensor) -> str:
 # ---- demo: python -m learn.triton_primer ----------------------------------------------------------------------------
 
 def draw_sectors(name: str, stride_bytes: int, itemsize: int) -> str:
-    """The addresses that a warp's first threads read, and below them how many threads each sector of memory serves."""
+    """Draw the addresses that a warp's first threads read, and below them how many threads each
+    sector serves."""
     served = sectors(stride_bytes)
     addresses = " ".join(str(thread * stride_bytes) for thread in range(5))
     strip = "".join(str(served.get(sector, "·")).rjust(3) for sector in range(17))
@@ -451,7 +475,8 @@ def draw_sectors(name: str, stride_bytes: int, itemsize: int) -> str:
 
 
 def draw_order(group: int, tiles: int, wave: int) -> list[str]:
-    """Lines: tiles with the numbers of their programs, the first wave's in brackets; and what that wave reads."""
+    """Draw the tiles with the numbers of their programs, and count what the first wave (in
+    brackets) reads."""
     number = {find_tile(program, tiles, tiles, group): program for program in range(tiles ** 2)}
     rows, cols = map(set, zip(*(tile for tile, program in number.items() if program < wave)))
     lines = [f"GROUP = {group}"]
@@ -462,7 +487,8 @@ def draw_order(group: int, tiles: int, wave: int) -> list[str]:
 
 
 def show_on_cpu(n: int = 8192) -> None:
-    """What can be known without a GPU: what the rungs read, and bounds of their times."""
+    """Print what formulas give without a GPU: the bytes that the rungs read, and bounds of their
+    times."""
     print("Where the 32 threads of a warp read in one load of bf16, rows of 64; a number is a sector of 32 bytes:\n")
     print(draw_sectors("uncoalesced, a[row + thread, k]", 64 * 2, 2))
     print(draw_sectors("coalesced,   b[k, col + thread]", 2, 2))
@@ -480,7 +506,7 @@ def show_on_cpu(n: int = 8192) -> None:
 
 
 def show_on_gpu(n: int = 8192, numbers: int = 1 << 28) -> None:
-    """How fast everything is, beside what the card can do."""
+    """Print measured speeds, compared with the limits of the card."""
     name = torch.cuda.get_device_name()
     words = set(name.split())
     card = None if words & {"PCIe", "NVL"} else next((CARDS[word] for word in CARDS if word in words), None)

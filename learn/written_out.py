@@ -1,4 +1,4 @@
-"""Every collective written out from send and receive: who sends what to whom, and what it costs by formula.
+"""Every collective, written out with send and receive: who sends what to whom, and at what cost.
 
 A collective is a few steps per rank. In a step a rank sends one tensor, or receives one, or does both at once:
 
@@ -8,8 +8,9 @@ The α-β model (Hockney 1994) predicts time. A message of s bytes starts when b
 
     α + s β seconds         α: latency of a message       β: seconds per byte, 1 / bandwidth
 
-so an algorithm that waits for h messages one after the other, its *hops*, takes h α plus the bytes of these messages
-times β. Small tensors want few hops, large tensors few bytes per rank, and no algorithm is best at both:
+So an algorithm that waits for h messages one after the other (its *hops*) takes h α plus the bytes
+of these messages times β. Small tensors need few hops, and large tensors need few bytes per rank.
+No algorithm is best at both:
 
     all-reduce              hops          bytes per rank
     ring                    2 (n-1)       2 (n-1)/n X         few bytes, many hops
@@ -17,17 +18,19 @@ times β. Small tensors want few hops, large tensors few bytes per rank, and no 
     recursive doubling      log2 n        log2 n X            fewest hops
     hierarchical            a ring in each node, then rings between nodes, which carry 1/m of the bytes
 
-The docstrings below have, as Python expressions, the messages and bytes of all ranks together and the time. `cost`
-evaluates them, `recording` and `replay` count and time what is really sent, and the tests compare the two.
+The docstrings below contain Python expressions for the time, and for the messages and bytes of all
+ranks together. `cost` evaluates them. `recording` and `replay` count and time the actual messages,
+and the tests compare the two.
 
     n    ranks                                          X    bytes of this rank's x
     L    log2 n, rounded up                             l    log2 n, rounded down; p = 2**l
     ones    the ones in the binary digits of 0 … n-1: n/2 log2 n if n is a power of two
     m, k    ranks per node, nodes; α2 and β2 are those of messages between nodes
 
-Every function returns a new tensor and leaves x alone. All ranks must pass the same shape and dtype, and the same
-root: as in torch.distributed, nothing compares them. Sizes need divide nothing: as in torch.tensor_split the first
-chunks have one row, or element, more. A group of one rank sends nothing.
+Every function returns a new tensor and does not change x. All ranks must pass the same shape, dtype
+and root. As in torch.distributed, nothing checks this. Sizes need not be divisible: as in
+torch.tensor_split, the first chunks may have one more row or element. A group of one rank sends
+nothing.
 
 Sources: Thakur, Rabenseifner and Gropp 2005 (the choice by size); Patarasuk and Yuan 2009 (ring); Bruck et al. 1997;
 Hensgen, Finkel and Manber 1988 (dissemination).
@@ -48,7 +51,7 @@ from core.collectives import Group, run_demo, sent
 
 
 class Step(NamedTuple):
-    """One step of a rank. Ranks are those of the world."""
+    """One step of a rank. Ranks are global ranks."""
     to: int | None
     source: int | None
     nbytes: int  # sent
@@ -60,7 +63,8 @@ log: list[Step] | None = None  # None: nothing is recorded
 
 @contextmanager
 def recording() -> Iterator[list[Step]]:
-    """The steps of this rank while the `with` lasts. For small tensors: their values are recorded, too."""
+    """Record the steps of this rank while the `with` lasts. Use small tensors: their values are
+    recorded, too."""
     global log
     log = steps = []
     try:
@@ -73,7 +77,8 @@ def exchange(group: Group, outgoing: Tensor | None = None, to: int | None = None
              source: int | None = None) -> None:
     """Send `outgoing` to rank `to` of the group while filling `incoming` from rank `source`; either may be left out.
 
-    Both are one batch: with NCCL a send may block until its receive is issued, and a ring of sends would never end.
+    Both go into one batch. With NCCL a send may block until its receive is issued, so separate
+    sends around a ring would never end.
     """
     ring, transfers = group.process_group, []
     if outgoing is not None:
@@ -99,7 +104,8 @@ def doublings(n: int) -> list[int]:
 
 
 # ---- from one to all, and back ---------------------------------------------------------------------------------------
-# Ranks are counted from the root: v = (rank - root) % n, so that the pictures with root 0 hold for every root.
+# Ranks are counted from the root: v = (rank - root) % n. So the pictures, which have root 0, hold
+# for every root.
 
 def broadcast(x: Tensor, root: int, group: Group) -> Tensor:
     """The root's x on every rank, by a binomial tree: in each hop every rank that has x passes it on.
@@ -264,7 +270,7 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     0.8 α/β on 4 ranks, 1.9 on 8, 11 on 64. With α 5 µs and 50 GB/s, α/β is 250 kB.
     """
     out = copy(x)
-    chunks = out.view(-1).tensor_split(group.size)  # views: what is added to a chunk is added to `out`
+    chunks = out.view(-1).tensor_split(group.size)  # views: adding to a chunk adds to `out`
     reduce_round(chunks, group)
     gather_round(chunks, group)
     return out
@@ -281,8 +287,8 @@ def hierarchical_all_reduce(x: Tensor, inner: Group, outer: Group) -> Tensor:
         bytes     2 * (n-1) * X
         time      2 * (m-1) * (α + X/m*β) + 2 * (k-1) * (α2 + X/n*β2)
 
-    As many bytes as one ring over all ranks, but 2 (k-1) X of them between nodes, on all m network cards of a node at
-    once, and only 2 (k-1) hops between nodes.
+    This sends as many bytes as one ring over all ranks. Only 2 (k-1) X of them go between nodes, on
+    all m network cards of a node at once, in only 2 (k-1) hops.
     """
     out = copy(x)
     chunks = out.view(-1).tensor_split(inner.size)
@@ -314,7 +320,8 @@ def doubling_all_reduce(x: Tensor, group: Group) -> Tensor:
         hop 2   0 ↔ 2   1 ↔ 3   4 ↔ 6   5 ↔ 7      sums of 4
         hop 3   0 ↔ 4   1 ↔ 5   2 ↔ 6   3 ↔ 7      sums of 8
 
-    The ranks above the last power of two, p, first give their x to rank r - p, and are sent the sum at the end.
+    Let p be the largest power of two up to n. The ranks r from p on first send their x to rank r -
+    p, and receive the sum at the end.
 
         messages  p*l + 2*(n-p)
         bytes     (p*l + 2*(n-p)) * X
@@ -345,8 +352,9 @@ def bruck_all_gather(x: Tensor, group: Group) -> Tensor:
         hop 1   1 → 0: b       2 → 1: c       3 → 2: d       0 → 3: a
         hop 2   2 → 0: cd      3 → 1: da      0 → 2: ab      1 → 3: bc
 
-    As many bytes as the ring in L instead of n-1 hops, so never slower in this model; but its messages are long, go
-    to ranks far away, and a last copy puts the blocks in order.
+    This sends as many bytes as the ring in L instead of n-1 hops, so it is never slower in this
+    model. But its messages are long and go to distant ranks, and a final copy puts the blocks in
+    order.
 
         messages  n * L
         bytes     n * (n-1) * X
@@ -413,13 +421,15 @@ class Cost(NamedTuple):
 
 
 def formulas(function: Callable) -> dict[str, str]:
-    """The expressions in the docstring of a collective: {"messages": ..., "bytes": ..., "time": ...}."""
+    """Return the expressions in the docstring of a collective: {"messages": ..., "bytes": ...,
+    "time": ...}."""
     return dict(re.findall(r"^ +(messages|bytes|time) {2,}(.+)$", function.__doc__, re.MULTILINE))
 
 
 def cost(function: Callable, n: int, X: float, α: float = 1.0, β: float = 0.0, *, m: int = 1, α2: float | None = None,
          β2: float | None = None) -> Cost:
-    """What a collective of this file costs by the formulas of its docstring, whose letters these arguments are."""
+    """Evaluate the formulas in the docstring of a collective of this file. The arguments are their
+    letters."""
     L, l = (n - 1).bit_length(), n.bit_length() - 1
     letters = dict(n=n, X=X, L=L, l=l, p=2 ** l, ones=sum(i.bit_count() for i in range(n)), m=m, k=n // m)
     seconds = dict(α=α, β=β, α2=α if α2 is None else α2, β2=β if β2 is None else β2)
@@ -439,10 +449,13 @@ class Message(NamedTuple):
 
 def replay(logs: list[list[Step]], link: Callable[[int, int], tuple[float, float]] = lambda *ranks: (1, 0)
            ) -> list[Message]:
-    """The messages of all ranks' recorded steps, in the order in which they end, by the α-β model.
+    """Return the messages of all ranks' recorded steps, in the order in which they end, by the α-β
+    model.
 
-    link: (source, to) -> (α, β). As it is by default the end of a message is the hop that it belongs to.
-    A rank's step starts when its step before has ended; a message when the steps of both its ranks have started.
+    link: (source, to) -> (α, β). With the default, the end of a message is the number of its hop.
+
+    A step of a rank starts when the rank's previous step has ended. A message starts when the steps
+    of both its ranks have started.
     """
     queues = defaultdict(lambda: ([], []))  # (source, to) -> numbers of the steps that send, and that receive
     for r, steps in enumerate(logs):
@@ -474,7 +487,10 @@ def replay(logs: list[list[Step]], link: Callable[[int, int], tuple[float, float
 # ---- demo: python -m learn.written_out ------------------------------------------------------------------------------
 
 def two_levels(n: int) -> tuple[int, Group, Group]:
-    """Ranks per node, this rank's node and the ranks with its place in a node, for two nodes if n is even, else one."""
+    """Return (ranks per node, this rank's node, the ranks with its place in a node).
+
+    There are two nodes if n is even and above 2, and otherwise one.
+    """
     m = n // 2 if n % 2 == 0 and n > 2 else n
     ranks = torch.arange(n).view(-1, m)
     inner, outer = (dist.new_subgroups_by_enumeration(groups.tolist())[0] for groups in (ranks, ranks.T))
@@ -482,7 +498,7 @@ def two_levels(n: int) -> tuple[int, Group, Group]:
 
 
 def examples(group: Group, inner: Group, outer: Group, x: Tensor, shard: Tensor) -> dict[Callable, Callable]:
-    """Every collective as a call without arguments, from x [n C, ...] or this rank's shard."""
+    """Return every collective as a call without arguments, with x [n C, ...] or this rank's shard."""
     splits = [len(chunk) for chunk in x.tensor_split(group.size)]
     received = [splits[group.rank]] * group.size
     return {
@@ -503,7 +519,8 @@ def examples(group: Group, inner: Group, outer: Group, x: Tensor, shard: Tensor)
 
 
 def label(values: list[int], n: int) -> str:
-    """The chunks in a message of the demo, each with the ranks whose terms have been added to it."""
+    """Return the chunks in a message of the demo, each with the ranks whose terms have been added
+    to it."""
     parts: list[list[str]] = []  # [letters of chunks, digits of ranks]
     for row in (values[i:i + n] for i in range(0, len(values), n)):
         if any(row):
@@ -516,7 +533,7 @@ def label(values: list[int], n: int) -> str:
 
 
 def picture(messages: list[Message], n: int) -> list[str]:
-    """A line per hop."""
+    """Draw a line per hop."""
     cells = [f"{message.source} → {message.to}: {label(message.values, n)}".removesuffix(": ") for message in messages]
     width, lines = max(map(len, cells), default=0) + 3, defaultdict(str)
     for message, cell in zip(messages, cells):
