@@ -1,4 +1,5 @@
-"""Kernels compiled for sm_90 without a GPU, by processes of their own: the tests' process interprets them."""
+"""Compile kernels for sm_90 without a GPU, in other processes, because the tests' process
+interprets them."""
 import json
 import os
 import re
@@ -10,8 +11,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-# Registers are asserted of the pinned compiler, and of a second one if the variable names the folder into which it was
-# installed: pip install triton==3.6.0 --no-deps --target FOLDER; OTHER_TRITON=FOLDER pytest -m "" -k sm_90
+# Registers are asserted for the pinned compiler. They are also asserted for a second one if
+# OTHER_TRITON names the folder in which it is installed: pip install triton==3.6.0 --no-deps
+# --target FOLDER; OTHER_TRITON=FOLDER pytest -m "" -k sm_90
 OTHER_TRITON = os.environ.get("OTHER_TRITON", "")
 COMPILERS = [pytest.param("", id="pinned"), pytest.param(OTHER_TRITON, id="other", marks=[
     pytest.mark.slow, pytest.mark.skipif(not OTHER_TRITON, reason="OTHER_TRITON names no folder")])]
@@ -20,7 +22,10 @@ by_the_pinned_compiler = pytest.mark.skipif(not version("triton").startswith("3.
 
 
 def run(code: str, compiler: str = "", **env: str) -> str:
-    """What a process that compiles kernels prints. compiler: the folder of another triton than the installed one."""
+    """Run code in a process that compiles kernels, and return what it prints.
+
+    compiler: the folder of a triton to use instead of the installed one.
+    """
     if compiler:
         env["PYTHONPATH"] = os.pathsep.join([compiler, os.environ["PYTHONPATH"]])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"} | env,
@@ -30,9 +35,11 @@ def run(code: str, compiler: str = "", **env: str) -> str:
 
 
 def ahead(kernel, signature: dict[str, str], constants: dict, **options) -> dict:
-    """Its PTX, its shared memory, and what its machine code uses: REG (registers a thread), STACK, LOCAL and more.
+    """Return a kernel's PTX, its shared memory, and the resources of its machine code.
 
-    As at a launch where pointers and sizes are multiples of 16, which Triton tells its compiler."""
+    The resources are REG (registers per thread), STACK, LOCAL and more. Pointers and sizes are
+    multiples of 16, which Triton tells its compiler at such a launch, too.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -56,7 +63,8 @@ def resources(cubin: bytes) -> dict[str, str]:
 
 
 def only_compile(*modules: ModuleType) -> None:
-    """From here on launches compile, and print [kernel, what it uses] in JSON, instead of running. modules: of them."""
+    """Let all later launches of these modules compile instead of run, and print [kernel, its
+    resources] as JSON."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -81,7 +89,10 @@ def only_compile(*modules: ModuleType) -> None:
 
 
 def fits(name: str, used: dict[str, int], spilled: int = 0) -> None:
-    """At most so many bytes a thread are spilled to memory, and shared memory is what a program may have on an H100 or
-    H200, 227 KiB."""
+    """Assert that at most `spilled` bytes per thread are spilled, and that shared memory fits an
+    H100 or H200.
+
+    A program may have 227 KiB of shared memory there.
+    """
     assert used["STACK"] <= spilled and used["LOCAL"] == 0 and used["REG"] <= 255, (name, used)
     assert used["shared"] <= 227 * 1024, (name, used)

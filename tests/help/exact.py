@@ -1,4 +1,5 @@
-"""Comparing kernels with references in fp64: interpreted on CPUs, compiled on a GPU."""
+"""Compare kernels with references in fp64. On CPUs kernels are interpreted, and on a GPU they are
+compiled."""
 import pytest
 import torch
 
@@ -14,19 +15,24 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 def leaves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     out = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in tensors]
     for x in out:
-        x.sink = None  # as a parameter of the model, whose gradient autograd collects
+        x.sink = None  # like a parameter of the model whose gradient autograd collects
     return out
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    """Within some roundings of fp32: 1e-5 of the value; or, where terms cancel, 2^-20 of the largest, at least of 1."""
+    """Assert that results differ by only a few roundings of fp32.
+
+    The bound is 1e-5 of the value. Where terms cancel, it is 2^-20 of the largest value, or of 1 if
+    that is larger.
+    """
     assert ours.dtype == torch.float32 and ours.shape == exact.shape
     largest = max([1.0, *exact[exact.isfinite()].abs().tolist()])
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=largest * 2 ** -20)
 
 
 def compare(ours, exact, inputs: list[torch.Tensor]) -> None:
-    """Results and gradients of functions of tensors, for the same derivative of every result."""
+    """Compare results and gradients of two functions of tensors, for the same derivative of every
+    result."""
     single, double = leaves(*inputs), leaves(*inputs, dtype=torch.float64)
     results, wanted = ours(*single), exact(*double)
     results, wanted = (x if isinstance(x, tuple) else (x,) for x in (results, wanted))
@@ -38,7 +44,8 @@ def compare(ours, exact, inputs: list[torch.Tensor]) -> None:
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, logsumexp of each row), with all scores at once; differentiable also where a row sees nothing."""
+    """Return (o, logsumexp of each row), with all scores at once. It is differentiable even where a
+    row sees nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     seen = mask.visible(q.shape[2], k.shape[2], q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)

@@ -1,8 +1,10 @@
-"""train.py with a fault: torchrun ... faulty.py FAULT RANK STEP WHERE, and then the flags of train.py.
+"""Run train.py with a fault: torchrun ... faulty.py FAULT RANK STEP WHERE, and then the flags of
+train.py.
 
-The fault happens when this rank comes to this place in this step (counted from 0): before, loading, forward, backward,
-collective, optimizer, staging, writing, commit, evaluation, export, sampling or exit. It happens to the first start of
-the run; of several, separated by commas, each happens to one start.
+The fault happens when rank RANK reaches the place WHERE in step STEP (counted from 0). Places are
+before, loading, forward, backward, collective, optimizer, staging, writing, commit, evaluation,
+export, sampling and exit. The fault happens only in the first start of the run. Several faults,
+separated by commas, happen in one start each.
 """
 import contextlib
 import os
@@ -54,7 +56,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 def inject(fault: str, where: str, step: int) -> None:
-    """Let `fault` happen at the place."""
+    """Make `fault` happen at the place."""
     state, done = job.RunState(), []
     job.RunState = lambda: state
 
@@ -77,11 +79,11 @@ def inject(fault: str, where: str, step: int) -> None:
         before(owner, attribute, is_in[when])
 
 
-PLACES = {  # where -> (in which part of a run, before which function)
+PLACES = {  # where -> (the part of a run, the function before which the fault happens)
     "before": [("step", train, "local_micro_batches")], "loading": [("step", train, "build_model")],
     "forward": [("step", train.Llama, "forward")],
     "backward": [("step", torch.Tensor, "backward"), ("step", torch.autograd, "backward")],
-    "collective": [("collective", dist, "all_reduce")],  # half of a collective: the other ranks are inside
+    "collective": [("collective", dist, "all_reduce")],  # in the middle of a collective: the other ranks are inside
     "optimizer": [("step", Optimizer, "step")], "staging": [("end", checkpoint.Stage, "copy")],
     "writing": [("thread", checkpoint, "checksums_of")], "commit": [("thread", checkpoint, "sync")],
     "evaluation": [("end", job, "mean_loss")], "sampling": [("end", generate, "continue_prompt")],

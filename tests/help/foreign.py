@@ -1,4 +1,4 @@
-"""Trainers by frameworks that `pytest -m foreign` needs, recorded for learn/judge.py:
+"""Trainers of other frameworks, recorded for learn/judge.py. `pytest -m foreign` runs them:
 
     torchrun --nproc_per_node=2 tests/help/foreign.py WAY FOLDER [FAULT]
 """
@@ -25,7 +25,7 @@ LR = 0.01
 
 
 def make() -> nn.Module:
-    """Its vocabulary can be divided by two."""
+    """Make a model whose vocabulary is divisible by two."""
     torch.manual_seed(0)
     return Net(VOCAB + 1)
 
@@ -45,14 +45,16 @@ def one(folder: str, fault: str) -> None:
 
 
 def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Two of this rank, and how many labels of the global batch count."""
+    """Yield two micro-batches of this rank, with the number of labels of the global batch that
+    count."""
     tokens, labels = data(step)
     for part in torch.arange(SEQUENCES)[dist.get_rank()::dist.get_world_size()].chunk(2):
         yield tokens[part], labels[part], (labels >= 0).sum()
 
 
 def by_accelerate(folder: str, fault: str) -> None:
-    """It divides a loss by the number of micro-batches, and gradients by the number of ranks."""
+    """Accelerate divides a loss by the number of micro-batches, and gradients by the number of
+    ranks."""
     from accelerate import Accelerator
     accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=2), make()
     model, optimizer = accelerator.prepare(net, adamw(net))
@@ -72,7 +74,8 @@ def by_accelerate(folder: str, fault: str) -> None:
 
 
 def by_deepspeed(folder: str, fault: str, level: int) -> None:
-    """As accelerate. Its own functions find a parameter's gradient and fp32 weight in the flat partitions."""
+    """DeepSpeed divides like accelerate. Its functions find a parameter's gradient and fp32 weight
+    in the flat partitions."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
     deepspeed.init_distributed("gloo")
@@ -99,7 +102,8 @@ def by_deepspeed(folder: str, fault: str, level: int) -> None:
 
 
 def megatron(tp: int, **options) -> Any:
-    """Its configuration. It asks CUDA for the device where it allocates."""
+    """Return Megatron-Core's configuration. Megatron-Core asks CUDA for the device on which it
+    allocates."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
     torch.cuda.current_device = lambda: "cpu"
@@ -111,8 +115,11 @@ def megatron(tp: int, **options) -> Any:
 
 
 def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
-    """Megatron-Core's layers and loss in Net. With sequence parallelism a rank has half of the positions from the
-    embedding to the second sum, and what is whole on each rank there has a term of its gradient."""
+    """Train Net with Megatron-Core's layers and loss.
+
+    With sequence parallelism, a rank has half of the positions from the embedding to the second
+    sum. Parameters that are whole on each rank there have only a term of their gradient.
+    """
     from megatron.core import tensor_parallel as mpu
     config, inner = megatron(2), megatron(2, sequence_parallel=sequence)
     net, rank, world, common = make(), dist.get_rank(), dist.get_world_size(), dict(init_method=None)
@@ -122,7 +129,7 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
         down=mpu.RowParallelLinear(40, 16, bias=True, input_is_parallel=True, skip_bias_add=False, config=inner,
                                    **common),
         head=mpu.ColumnParallelLinear(16, VOCAB + 1, config=config, **common))
-    boxes = {}  # of what is divided
+    boxes = {}  # of divided parameters
     for module, layer in layers.items():
         for name, whole in getattr(net, module).named_parameters():
             ours = getattr(layer, name)
@@ -154,7 +161,7 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
             dist.all_reduce(p.grad)
 
     def clip(net: nn.Module) -> None:
-        squares = torch.zeros(2)  # of what is whole, and of what is divided
+        squares = torch.zeros(2)  # of whole and of divided parameters
         for name, p in net.named_parameters():
             squares[int(name in boxes)] += p.grad.square().sum()
         dist.all_reduce(squares[1])
@@ -165,7 +172,7 @@ def by_megatron_layers(folder: str, fault: str, sequence: bool) -> None:
 
 
 def by_megatron_ddp(folder: str, fault: str) -> None:
-    """It divides gradients by the number of ranks, and keeps them in main_grad."""
+    """Megatron-Core's DDP divides gradients by the number of ranks, and keeps them in main_grad."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     config, net, world = megatron(1), make(), dist.get_world_size()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), net)
@@ -184,7 +191,10 @@ def by_megatron_ddp(folder: str, fault: str) -> None:
 
 
 def by_transformers(folder: str, fault: str, architecture: str, several: bool) -> None:
-    """Random weights; on several ranks by tp_plan="auto", where each rank has the whole loss."""
+    """Train transformers' model from random weights, on several ranks with tp_plan="auto".
+
+    Each rank then has the whole loss.
+    """
     import transformers
     from transformers.distributed import DistributedConfig
     torch.manual_seed(0)
@@ -211,15 +221,18 @@ def by_transformers(folder: str, fault: str, architecture: str, several: bool) -
 
 
 def by_torchtitan(folder: str, fault: str, backend: str, tp: int, sequence: bool = False) -> None:
-    """Its Llama by its parallelize_llama, loss, and clip_grad_norm_. tp = 0: one process. Attention is torch's, as its
-    own is compiled for GPUs."""
+    """Train torchtitan's Llama with its parallelize_llama, loss and clip_grad_norm_. tp = 0: one
+    process.
+
+    Attention is torch's, because torchtitan's is compiled for GPUs.
+    """
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, fsdp, full_dtensor, parallel_dims, utils
     from torchtitan.models import llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
-    parallel_dims.device_type = "cpu"  # of its meshes
+    parallel_dims.device_type = "cpu"  # for its meshes
     vocabulary, rope = VOCAB + 1, llama3.ComplexRoPE.Config(dim=4, max_seq_len=SEQ, theta=10000.0)
     config = llama3.Llama3Model.Config(
         dim=16, vocab_size=vocabulary,

@@ -1,7 +1,7 @@
-"""Trainers in other people's code, with errors that one can ask for, and our own: each records itself.
+"""Trainers in other people's code, with optional errors, and our own trainer. Each records itself.
 
-One process is the truth; the others divide the same global batch over two ranks by DistributedDataParallel, FSDP2,
-DTensor's tensor parallelism, pipelining, or along the sequence.
+The run of one process is the truth. The others divide the same global batch over two ranks by
+DistributedDataParallel, FSDP2, DTensor's tensor parallelism, pipelining, or along the sequence.
 """
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
     def top(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, a balance loss, summed over sequences)."""
+        """Return (logits, a balance loss summed over sequences)."""
         scores = self.gate(x).softmax(-1)
         return self.head(x * (1 + scores[..., :1])), scores.mean(1).square().sum()
 
@@ -51,7 +51,7 @@ def make() -> Net:
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
-    """Of each sequence a different number of labels counts."""
+    """Return (tokens, labels). A different number of labels counts in each sequence."""
     window = torch.randint(VOCAB, (SEQUENCES, SEQ + 1), generator=torch.Generator().manual_seed(step))
     labels = window[:, 1:].clone()
     for i in range(SEQUENCES):
@@ -64,7 +64,7 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, divisor: Tensor, balance: float = BALANCE) -> Tensor:
-    """These sequences' terms of the global batch's loss."""
+    """Return the terms of these sequences in the global batch's loss."""
     logits, balancing = model(tokens)
     return summed(logits, labels) / divisor + balance * balancing / SEQUENCES
 
@@ -82,14 +82,15 @@ def clip(model: nn.Module) -> Tensor:
 
 
 def scale(model: nn.Module, norm: Tensor) -> None:
-    """As clip does, where the norm has been computed."""
+    """Clip as `clip` does, with a norm that has been computed already."""
     for p in model.parameters():
         p.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
 
 
 def train_steps(record: Record, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[int], Any],
                 clip: Callable[[nn.Module], Any] = clip) -> None:
-    """backward: computes a step's gradients, and returns what is recorded besides them, a dict, or None."""
+    """Train and record. backward: computes a step's gradients, and returns other values to record,
+    as a dict, or None."""
     for step in range(STEPS):
         record.step(model=model, **backward(step) or {})
         clip(model)
@@ -136,7 +137,7 @@ def ddp(folder: str, fault: str) -> None:
 
 
 def sequence(folder: str, fault: str) -> None:
-    """Each rank has half of the tokens of every sequence."""
+    """Train with half of the tokens of every sequence on each rank."""
     rank, world, net = dist.get_rank(), dist.get_world_size(), make()
     model = DistributedDataParallel(net)
 
@@ -203,7 +204,7 @@ def dtensor(folder: str, fault: str) -> None:
 
 
 class Half(nn.Module):
-    """A stage: of the net it has what it computes."""
+    """A stage: the half of the net that it computes."""
 
     def __init__(self, net: Net, stage: int):
         super().__init__()
@@ -236,13 +237,13 @@ def pipeline(folder: str, fault: str) -> None:
 
 
 def run(way: str, folder: str, faults: list[str]) -> None:
-    """A record for each, in a folder of both names, beside those of one process."""
+    """Record a run with each fault, in a folder named by the way and the fault."""
     for fault in faults:
         globals()[way](f"{folder}/{way} {fault}", fault)
 
 
 def ours(folder: str, grid: str) -> None:
-    """train.py's functions; every piece of every bucket has a box already."""
+    """Train with train.py's functions. Every piece of every bucket has a box already."""
     settings = grids.settings_of(grid, dist.get_world_size() if dist.is_initialized() else 1)
     groups, model, pipeline, optimizer = grids.build(settings)
     record = Record(folder)
@@ -255,7 +256,8 @@ def ours(folder: str, grid: str) -> None:
 
 
 def large(folder: str) -> None:
-    """One step of 16 matrices, 100M elements in fp32, of which each rank has as many rows."""
+    """Record one step of 16 matrices, 100M elements in fp32, whose rows are divided equally over
+    the ranks."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     record, pieces, mine = Record(folder), [], slice(2048 * rank // ranks, 2048 * (rank + 1) // ranks)
     for i in range(16):
@@ -265,7 +267,7 @@ def large(folder: str) -> None:
 
 
 def terms(folder: str) -> None:
-    """A gradient of two terms with the same bits; of four ranks two have each term."""
+    """Record a gradient of two terms with the same bits. Of four ranks, two have each term."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     x = torch.ones(3, dtype=torch.float64)
     Record(folder).step(model=[Piece("x", x, x / min(ranks, 2), (slice(0, 3),), rank % 2 if ranks > 1 else None)])

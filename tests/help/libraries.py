@@ -1,5 +1,7 @@
-"""Libraries that the project is compared with, imported where none of its files can be found: transformers looks for a
-package named kernels."""
+"""Import the libraries that the project is compared with, while none of its files can be found.
+
+The reason is that transformers looks for a package named kernels.
+"""
 import sys
 from pathlib import Path
 

@@ -1,8 +1,9 @@
-"""All pairs: grids in which every two features of training meet, as most bugs of combinations need no third.
+"""All pairs: grids in which every two features of training meet. Most bugs of combinations need
+only two features.
 
-FEATURES names what a run may have, and IMPOSSIBLE which two never meet; tests/test_grids.py shows that the command line
-refuses those. data/pairs.txt has few small grids, which `python tests/help/pairs.py` has chosen: a schedule or a style
-of one's own is in none of them before it is named here.
+FEATURES names the features of a run, and IMPOSSIBLE the pairs that never meet. tests/test_grids.py
+shows that the command line refuses these pairs. data/pairs.txt has a few small grids, chosen by
+`python tests/help/pairs.py`. A new schedule or style must be named here before a grid can have it.
 """
 import random
 from itertools import combinations
@@ -25,7 +26,7 @@ FEATURES = {
     "recompute": {"none": "", "selective": "--recompute selective", "full": "--recompute full"},
     "documents": {"mix": "", "masked": "--mask-documents"},
     "seq_len": {"24": "", "22": "--seq-len 22"},  # padded with cp
-    "kv": {"heads": "", "copies": "--kv-heads 1", "latents": LATENT},  # copies: on each of tp ranks
+    "kv": {"heads": "", "copies": "--kv-heads 1", "latents": LATENT},  # copies: on each tp rank
     "tables": {"two": "", "tied": "--tied"}, "mtp": {"none": "", "one": "--mtp"},
     "qk": {"plain": "", "norm": "--qk-norm"}, "biases": {"none": "", "qkv": "--qkv-bias"},
     "optimizer": {"adamw": "", "sgd": "--optimizer sgd", "muon": "--optimizer muon"},
@@ -35,7 +36,7 @@ FEATURES = {
     "moments_dtype": {"auto": "", "bf16": "--moments-dtype bf16"},
 }
 PLAIN = {name: next(iter(values)) for name, values in FEATURES.items()}
-EXACT = {"dtype": "fp64", "fp8": "none", "moments_dtype": "auto"}  # what can be compared with the reference to 1e-10
+EXACT = {"dtype": "fp64", "fp8": "none", "moments_dtype": "auto"}  # needed to compare with the reference to 1e-10
 IMPOSSIBLE = {
     (("zero", "0"), ("replicas", "2")),
     (("tp", "async"), ("fp8", "tensorwise")), (("tp", "async"), ("fp8", "blockwise")),
@@ -50,7 +51,7 @@ NEVER_WITH = {one: {two for both in IMPOSSIBLE if one in both for two in both} f
 MIXTRAL = "--experts 8 --top-k 2 --expert-ffn {} --router-z-loss 0.02 --aux-loss 0.3"
 DEEPSEEK = ("--experts 8 --top-k 3 --expert-ffn {} --router sigmoid --router-scale 2.5 --expert-groups 4 "
             "--top-groups 2 --shared-experts 2 --dense-layers 1 --router-bias-rate 0.002 --aux-loss 0.2")
-WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # which FP8's blocks divide, also at --tp 2
+WIDE = "--hidden 128 --heads 4 --kv-heads 4 --head-dim {} --ffn 256"  # divisible by FP8's blocks, also at --tp 2
 WIDE_LATENT = ("--heads 4 --kv-heads 4 --head-dim 128 --kv-lora-rank 128 --q-lora-rank 256 --rope-head-dim 64 "
                "--v-head-dim 64")
 MOST_RANKS, TRIED, ROUNDS = 8, 20_000, 3000
@@ -74,7 +75,8 @@ def is_exact(choice: Choice) -> bool:
 
 
 def sizes(choice: Choice) -> dict[str, int]:
-    """The axes: data parallel ranks are as few as the features need, and two where nothing else is parallel."""
+    """Return the sizes of the axes. dp is as small as the features allow, but 2 if nothing else is
+    parallel."""
     cp, tp, pp = (dict(none=1, both=4).get(choice[name], 2) for name in ("cp", "tp", "schedule"))
     replicas = int(choice["replicas"])
     ep = 2 if choice["experts"].startswith("edp") else 1
@@ -87,33 +89,41 @@ def sizes(choice: Choice) -> dict[str, int]:
 
 
 def ranks_of(choice: Choice) -> int:
-    return prod(size for axis, size in sizes(choice).items() if axis != "ep")  # whose ranks are those of other axes
+    return prod(size for axis, size in sizes(choice).items() if axis != "ep")  # ep shares other axes' ranks
 
 
 def length_of(choice: Choice) -> tuple[int, int]:
-    """(layers, accumulated micro-batches): few, and in a pipeline odd unless the schedule needs other numbers."""
+    """Return (layers, accumulated micro-batches). They are few, and odd in a pipeline unless the
+    schedule needs other numbers."""
     layers = 4 if choice["schedule"] in ("interleaved", "zb1p", "zb-v", "dualpipev") else 3
     return layers, dict(none=2, dualpipev=4).get(choice["schedule"], 3)
 
 
 def cost(choice: Choice) -> float:
-    """About in what proportion grids take time on a CPU, fitted to that of 94 others: of the chosen ones' logarithms it
-    misses 0.27 (standard deviation)."""
+    """Estimate the time of a grid on a CPU, in relative terms.
+
+    It is fitted to 94 other grids. The logarithms of the times of the chosen grids differ from it
+    by 0.27 (standard deviation).
+    """
     layers, accumulated = length_of(choice)
     blocks = (layers / sizes(choice)["pp"] + (choice["mtp"] != "none")) * accumulated * (2 if is_exact(choice) else 1)
     slower = prod(SLOWER.get(item, 1) for item in choice.items())
-    if choice["optimizer"] == "muon":  # which multiplies matrices in bf16: FP8's are large
+    if choice["optimizer"] == "muon":  # it multiplies matrices in bf16, and matrices of FP8 grids are large
         slower *= 1.2 if choice["fp8"] == "none" else 3
     return (1 + ranks_of(choice)) * (5 + blocks) * slower
 
 
 def grid_of(choice: Choice) -> tuple[int, str]:
-    """(ranks, flags). In one step of a batch ramp there is a micro-batch less: in the second one if rounding errors are
-    compared, those of the first, and in none of dualpipev, which needs four."""
+    """Return (ranks, flags).
+
+    In a batch ramp, one step has one micro-batch less: in exact grids the first step, and in others
+    the second, because rounding errors are compared in the first. dualpipev needs four, so its
+    second step has one more instead.
+    """
     size, wide = sizes(choice), choice["fp8"] != "none"
     layers, accumulated = length_of(choice)
     micro_batch = max(1, (8 if size["pp"] == 1 else 4) // size["dp"])
-    together = micro_batch * size["dp"]  # sequences of a micro-batch of all data parallel ranks
+    together = micro_batch * size["dp"]  # sequences of a micro-batch on all data parallel ranks
     first, second = (0, 1) if choice["schedule"] == "dualpipev" else (-1, 0) if is_exact(choice) else (0, -1)
     ramp = f"--batch-ramp {(accumulated + first) * together}@0,{(accumulated + second) * together}@1"
     flags = [f"--layers {layers} --global-batch {accumulated * together} --micro-batch {micro_batch}"]
@@ -129,7 +139,7 @@ def grid_of(choice: Choice) -> tuple[int, str]:
 
 
 def draw_choice(generator: random.Random, fixed: Choice) -> Choice:
-    """A random choice with the `fixed` values, of which no two are IMPOSSIBLE."""
+    """Draw a random choice that has the `fixed` values and no IMPOSSIBLE pair."""
     choice = dict(fixed)
     names = [name for name in FEATURES if name not in fixed]
     for name in generator.sample(names, len(names)):
@@ -139,8 +149,12 @@ def draw_choice(generator: random.Random, fixed: Choice) -> Choice:
 
 
 def cover(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[Choice]:
-    """Choices with the `fixed` values that together have all `missing` pairs: of TRIED random ones always that with
-    most new pairs for its cost. Then, ROUNDS times, some are left out, and stay so if what replaces them is cheaper."""
+    """Return choices with the `fixed` values that together have all `missing` pairs.
+
+    Of TRIED random choices, take the one with the most new pairs for its cost, until no pair is
+    missing. Then, ROUNDS times, drop some and complete the rest again. Keep the result if it is
+    cheaper.
+    """
     each = TRIED // len(missing)
     tried = [draw_choice(generator, fixed | dict(pair)) for pair in sorted(missing) for _ in range(each)]
     tried = [choice for choice in tried if ranks_of(choice) <= MOST_RANKS]
@@ -161,7 +175,7 @@ def cover(missing: set[tuple], fixed: Choice, generator: random.Random) -> list[
     return [tried[i] for i in best]
 
 
-EXTRAS = {  # flags that random grids have besides, most often none of a row
+EXTRAS = {  # more flags of random grids; most often none of a row is drawn
     "window": ["", "", "--window 5", "--window 9 --full-attention-every 2"], "grad_clip": ["", "", "--grad-clip 0"],
     "buckets": ["", "--bucket-mb 0", "--bucket-mb 0.05"], "attention": ["", "", "--attention math"],
     "z loss": ["", "", "--z-loss 0.01"], "head": ["", "", "--head-dim 12"], "vocab": ["", "", "--vocab 101"],
@@ -169,21 +183,25 @@ EXTRAS = {  # flags that random grids have besides, most often none of a row
 
 
 def random_grid(seed: int, exact: bool = True) -> tuple[Choice, list[str]]:
-    """(a choice, in fp64 if it shall be exact, else in fewer bits; flags of EXTRAS): a different one for every seed. A
-    third each has at most 2, 4 and 8 ranks: grids of two cost a seventh of those of eight, and have most of what can go
-    wrong. In fewer bits there are no experts: a token that chooses another one hides every other error."""
+    """Return (a choice, flags of EXTRAS), different for every seed. exact: in fp64; otherwise in
+    fewer bits.
+
+    One third of the grids has at most 2 ranks, one third at most 4, and one third at most 8. A grid
+    of two costs a seventh of a grid of eight, and has most of what can go wrong. In fewer bits
+    there are no experts, because a token that chooses another expert hides every other error.
+    """
     generator, fixed = random.Random(f"a grid at random {seed}"), EXACT if exact else {"experts": "none"}
     most, choice = generator.choice((2, 4, MOST_RANKS)), draw_choice(generator, fixed)
     while ranks_of(choice) > most or is_exact(choice) != exact:
         choice = draw_choice(generator, fixed)
     extras = {name: generator.choice(values) for name, values in EXTRAS.items()}
     if not exact:
-        del extras["head"]  # FP8's blocks fit other heads
+        del extras["head"]  # FP8's blocks need other heads
     return choice, [flags for flags in extras.values() if flags]
 
 
 def simplify(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
-    """All grids with one feature less."""
+    """Return all grids with one feature less."""
     plain = [(choice | {name: value}, more) for name, value in PLAIN.items()
              if name not in EXACT and choice[name] != value]
     plain += [(choice, more[:i] + more[i + 1:]) for i in range(len(more))]
@@ -191,12 +209,12 @@ def simplify(choice: Choice, more: list[str]) -> list[tuple[Choice, list[str]]]:
 
 
 def all_pairs() -> list[Choice]:
-    """The chosen grids, a line of values each, in the order of FEATURES."""
+    """Return the chosen grids. In the file, each is a line of values, in the order of FEATURES."""
     return [dict(zip(FEATURES, line.split(", "), strict=True)) for line in CHOSEN.read_text().splitlines()]
 
 
 def choose(generator: random.Random) -> list[Choice]:
-    """Pairs that can be exact meet in grids that are."""
+    """Choose grids for all pairs. Pairs that can be exact meet in exact grids."""
     possible = every_pair() - IMPOSSIBLE
     exact = cover({pair for pair in possible if all(EXACT.get(name, value) == value for name, value in pair)},
                   EXACT, generator)

@@ -1,4 +1,4 @@
-"""A copy of the project with one bug in it, and whether a test finds it; data/planted.toml has the bugs.
+"""Plant a bug of data/planted.toml in a copy of the project, and see whether a test finds it.
 
 The test runs in a process forked from a server that has torch loaded, which takes seconds instead of a minute. This
 file imports nothing of the project, since the fork must import the copy's files.
@@ -21,7 +21,7 @@ class Bug(NamedTuple):
     file: str
     symbol: str  # the function or class with the passage, "Bucket.reduce"; "" is the whole file
     old: str  # code that stands in the symbol once; comments, docstrings and line breaks do not matter
-    new: str  # what is there instead
+    new: str  # the code that replaces it
     test: str  # the test that must fail, as pytest names it
 
 
@@ -57,7 +57,8 @@ def run_with(folder: Path, file: str, source: str, test: str) -> tuple[str, str]
 
 
 def run(folder: str, printed: str, test: str, second_address: str) -> None:
-    """In the forked process: the test, with everything it prints in a file. Exits with pytest's code."""
+    """Run the test in the forked process, and write what it prints to a file. Exit with pytest's
+    code."""
     os.setsid()
     os.chdir(folder)
     descriptor = os.open(printed, os.O_CREAT | os.O_WRONLY)

@@ -1,8 +1,9 @@
 """Eight processes that stay alive for the whole test session and run any function as the ranks of a fresh world.
 
-Starting processes costs seconds, so it is done once (fork servers that have torch loaded make eight in one second); a
-world costs a tenth of a second, so every job gets its own: `run(4, grids.train, ...)` initialises a default process
-group over ranks 0..3, exactly as torchrun would, calls `grids.train(...)` on each, and returns their results.
+Starting processes costs seconds, so they are started once. Fork servers that have torch loaded make
+eight in one second. A world costs a tenth of a second, so every job gets its own. `run(4,
+grids.train, ...)` initialises a default process group over ranks 0..3, exactly as torchrun would,
+calls `grids.train(...)` on each, and returns their results.
 """
 import contextlib
 import datetime
@@ -27,20 +28,20 @@ RANKS = 8
 
 
 def slow(*cases) -> list:
-    """Cases of a parametrised test that are in the slow tier: most have many ranks."""
+    """Mark cases of a parametrised test as slow. Most slow cases have many ranks."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def work(number: int, port: int, stacks_of: str, connection) -> None:
-    """A worker: jobs in, (ok, result) out, until None comes."""
-    os.environ.pop("PYTHONHASHSEED", None)  # of the server: what a rank starts is as users start it
+    """Work: receive jobs and send (ok, result), until None comes."""
+    os.environ.pop("PYTHONHASHSEED", None)  # set for the server; processes that a rank starts must not inherit it
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     ForkingPickler.register(torch.Tensor, by_value)
     stacks = open(stacks_of, "w")
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # asked for when a job hangs
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # the pool sends it when a job hangs
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    gc.freeze()  # what is here now is no garbage, and need not be looked at again
+    gc.freeze()  # no object that exists now is garbage, so the collector can skip all of them
     while (job := connection.recv()) is not None:
         number, rank, world, function, arguments, timeout = job
         try:
@@ -52,12 +53,13 @@ def work(number: int, port: int, stacks_of: str, connection) -> None:
             result = False, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # or models, in cycles, would keep their groups, and each group two threads that never sleep
+        gc.collect()  # otherwise models, in cycles, keep their groups, and each group two threads that never sleep
         connection.send(result)
 
 
 def by_value(x: torch.Tensor) -> tuple:
-    """How a tensor travels: as an array of bytes. Torch would share its memory, or write a file for each."""
+    """Send a tensor as an array of bytes. Torch would share its memory, or write a file for each
+    tensor."""
     return restored, (x.detach().reshape(-1).view(torch.uint8).numpy(), x.dtype, x.shape)
 
 
@@ -74,8 +76,11 @@ class Pool:
         self.workers = [self.start(number) for number in range(ranks)]
 
     def start(self, number: int) -> tuple:
-        """Start a worker. Strings have other hashes on half of the ranks: on one of any two neighbours of a grid, so
-        that ranks whose order of collectives depends on them wait for one another in a circle."""
+        """Start a worker.
+
+        Half of the ranks hash strings differently: of any two neighbours of a grid, one does. So if
+        the order of collectives depends on hashes, the ranks wait for each other in a circle.
+        """
         here, there = multiprocessing.Pipe()
         arguments = number, self.store.port, self.stacks_of(number), there
         return start(work, arguments, second=number.bit_count() % 2 == 1), here
@@ -84,10 +89,12 @@ class Pool:
         return os.path.join(self.folder.name, f"stacks{number}")
 
     def run(self, world: int, function: Callable, timeout: float = 300, **arguments) -> list:
-        """The results of `function(**arguments)` on every rank of a world of its own.
+        """Return the results of `function(**arguments)` on every rank of a world of its own.
 
-        `function` stands at the top level of a module, since ranks import it by its name. Raises RuntimeError with the
-        traceback of every rank that failed, and with where each stood if time ran out."""
+        `function` must be at the top level of a module, because ranks import it by its name. Raise
+        RuntimeError with the traceback of every rank that failed and, if time ran out, with the
+        position of each rank.
+        """
         self.jobs += 1
         connections = [connection for _, connection in self.workers[:world]]
         for rank, connection in enumerate(connections):
@@ -103,14 +110,15 @@ class Pool:
         late = [rank for rank in range(len(results), world) if not connections[rank].poll()]
         results += [(True, None) if rank in late else connections[rank].recv() for rank in range(len(results), world)]
         problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
-        if late:  # perhaps because another one has failed
+        if late:  # perhaps because another rank has failed
             problems.append(f"took more than {timeout} s.\n{self.replace(world)}")
         if problems:
             raise RuntimeError(f"{function.__name__} on {world} ranks:\n" + "\n".join(problems))
         return [result for _, result in results]
 
     def replace(self, world: int) -> str:
-        """Where every rank stands; then new workers in their places, since these cannot be trusted any more."""
+        """Return the stack of every rank, and start new workers, because the old ones can no longer
+        be trusted."""
         for process, _ in self.workers[:world]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
@@ -131,7 +139,7 @@ class Pool:
     def close(self) -> None:
         for _, connection in self.workers:
             with contextlib.suppress(OSError):  # if it has ended
-                connection.send(None)  # killed, it would leave tqdm's lock behind
+                connection.send(None)  # a kill would leave tqdm's lock behind
         for worker, (process, _) in enumerate(self.workers):
             process.join(1)
             self.stop(worker)

@@ -1,10 +1,12 @@
-"""Programs of the project run as their users start them, but forked from a server that has torch loaded.
+"""Run programs of the project as users start them, but fork them from a server that has torch
+loaded.
 
-Starting Python and importing torch takes two or three seconds of a core, a fork some hundredths. This file imports
-nothing of the project, so that the server has none of it loaded either.
+Starting Python and importing torch takes two or three seconds of a core. A fork takes some
+hundredths of a second. This file imports nothing of the project, so that the server has none of it
+loaded either.
 
-There are two servers, because all processes that are forked from one hash strings alike: of ranks that users start each
-has a set of names in another order.
+There are two servers, because all processes that are forked from one server hash strings alike.
+Each rank that a user starts has its own order of a set of names.
 """
 import multiprocessing
 import os
@@ -25,7 +27,7 @@ PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.optim",
 
 
 def forks() -> multiprocessing.context.BaseContext:
-    """How to make processes that have torch loaded. One that is such a process itself forks."""
+    """Return the context that makes processes with torch loaded. In such a process itself it forks."""
     if multiprocessing.parent_process():
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
@@ -35,20 +37,21 @@ def forks() -> multiprocessing.context.BaseContext:
     return context
 
 
-# Of the two servers: by these seeds 81 of 91 pairs of names of axes (core/groups.py) are in opposite orders in a set.
+# The seeds of the two servers. With them, 81 of 91 pairs of names of axes (core/groups.py) are in
+# opposite orders in a set.
 HASH_SEEDS = "47", "51"
-SECOND_ADDRESS = "PENTERACT_TESTS_SECOND_SERVER"  # where processes that are forked find the second server
+SECOND_ADDRESS = "PENTERACT_TESTS_SECOND_SERVER"  # where forked processes find the second server
 
 
 class SecondServer(forkserver.ForkServer):
-    """A fork server beside that of multiprocessing."""
+    """A second fork server, in addition to the one of multiprocessing."""
 
     def ensure_running(self) -> None:
         if SECOND_ADDRESS not in os.environ:
             with patch.dict(os.environ, PYTHONHASHSEED=HASH_SEEDS[1]):
                 super().ensure_running()
             os.environ[SECOND_ADDRESS] = self._forkserver_address
-        elif self._forkserver_address is None:  # it is that of the process that has forked this one
+        elif self._forkserver_address is None:  # use the server of the parent process
             self._forkserver_address, self._forkserver_alive_fd = os.environ[SECOND_ADDRESS], os.pipe()[1]
 
 
@@ -78,15 +81,17 @@ def start(function: Callable, arguments: tuple, second: bool) -> multiprocessing
 
 
 def end_with_parent() -> None:
-    """A process that was forked from the second server is not in the process group of the one that started it."""
+    """End with the parent. The second server's processes are not in the process group of the
+    process that starts them."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def python(*arguments: str, timeout: float = 300, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
-    """What `python ARGUMENTS` does in the project's folder, the first being a file there, or -m and a module.
+    """Run `python ARGUMENTS` in the project's folder. The first argument is a file there, or -m
+    before a module.
 
-    root: the project's folder, or that of a copy.
+    root: the folder of the project, or of a copy.
     """
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +104,10 @@ def python(*arguments: str, timeout: float = 300, root: Path = ROOT, **env: str)
 
 
 def ends(process: multiprocessing.Process, within_s: float) -> bool:
-    """Whether it does, in this time or, on a busy machine, more. If not, it is killed, and all that it has started."""
+    """Return whether the process ends within this time, or somewhat more on a busy machine.
+
+    If not, kill it and everything that it has started.
+    """
     process.join(within_s * max(1.0, os.getloadavg()[0] / os.cpu_count()))
     if hangs := process.is_alive():
         os.killpg(process.pid, signal.SIGKILL)
@@ -108,10 +116,10 @@ def ends(process: multiprocessing.Process, within_s: float) -> bool:
 
 
 def run(words: list[str], folder: str, env: dict[str, str], root: Path = ROOT) -> None:
-    """In the forked process. Exits as the program does. folder: for what it prints."""
+    """Run the program in the forked process, and exit as it does. folder: for its output."""
     os.setsid()
     os.chdir(root)
-    os.environ.pop("PYTHONHASHSEED", None)  # of the server: what this program starts is as users start it
+    os.environ.pop("PYTHONHASHSEED", None)  # set for the server; processes that the program starts must not inherit it
     os.environ.update(env)
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)

@@ -1,7 +1,7 @@
-"""What one process computes with plain torch: the truth that every grid is compared with.
+"""Train in one process with plain torch. Every grid is compared with this reference.
 
-It shares weights and tokens with the project and nothing else: a Llama out of matmuls, the cross-entropy of the whole
-global batch summed at once, torch.optim and clip_grad_norm_.
+It shares only weights and tokens with the project. It consists of a Llama of matmuls, the
+cross-entropy of the whole global batch in one sum, torch.optim and clip_grad_norm_.
 """
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ SCORES = "bqkgd,bpkd->bkgqp"  # einsum of queries and keys
 
 
 def frequency(pair: int, d: int, model, length: int) -> float:
-    """The angle per token of a pair of d channels, in a sequence of this length."""
+    """Return the angle per token of a pair of d channels, in a sequence of this length."""
     s, L, theta = model.rope_scaling, model.original_seq_len, model.rope_theta
     if model.rope_type == "dynamic":
         theta *= (s * max(length, L) / L - s + 1) ** (d / (d - 2)) if length > L else 1
@@ -25,7 +25,7 @@ def frequency(pair: int, d: int, model, length: int) -> float:
     if model.rope_type == "llama3":  # by wavelengths, in tokens
         wave, shortest = 2 * math.pi / plain, L / (model.rope_fast_turns or 4)
         divided = min(max((1 / shortest - 1 / wave) / (1 / shortest - 1 / L), 0), 1)
-    else:  # the numbers of the pairs that turn `fast` times and once, rounded outward
+    else:  # the indices of the pairs that turn `fast` times and once, rounded outward
         fast, slow = (d / 2 * math.log(L / (turns * 2 * math.pi), theta) for turns in (model.rope_fast_turns or 32, 1))
         fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
         divided = min(max((pair - fast) / (slow - fast), 0), 1)
@@ -33,7 +33,10 @@ def frequency(pair: int, d: int, model, length: int) -> float:
 
 
 def turns(d: int, model, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """exp(j angle) of every token and pair, [B, S, d/2], times YaRN's factor. positions: [B, S]."""
+    """Return exp(j angle) of every token and pair, [B, S, d/2], times YaRN's factor.
+
+    positions: [B, S].
+    """
     each = torch.tensor([frequency(pair, d, model, positions.shape[1]) for pair in range(d // 2)], dtype=dtype)
     factor = 1
     if model.rope_type == "yarn":
@@ -42,13 +45,15 @@ def turns(d: int, model, positions: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def rotary(x: torch.Tensor, model, positions: torch.Tensor) -> torch.Tensor:
-    """x [B, S, heads, D], positions [B, S]: multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers."""
+    """Multiply (x[i] + j x[i + D/2]) by exp(j angle), as complex numbers. x: [B, S, heads, D];
+    positions: [B, S]."""
     z = torch.complex(*x.chunk(2, -1)) * turns(x.shape[-1], model, positions, x.dtype)[:, :, None]
     return torch.cat((z.real, z.imag), -1)
 
 
 def find_documents(begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the document of each token, its position in it), [B, S]. begins: [B, S], whether a token begins a document."""
+    """Return (the document of each token, its position in it), [B, S]. begins: [B, S], whether a
+    token begins a document."""
     is_first = begins.index_fill(1, torch.tensor([0]), True)
     place = torch.arange(begins.shape[1]).expand(begins.shape)
     return is_first.cumsum(1) - 1, place - place.where(is_first, 0).cummax(1).values
@@ -59,7 +64,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def open_experts(scores: list[float], model) -> list[int]:
-    """The experts from which a token with these scores may choose: those of the best groups."""
+    """Return the experts of the best groups, from which a token with these scores may choose."""
     n = model.experts // model.expert_groups
     groups = [range(first, first + n) for first in range(0, model.experts, n)]
     merit = [sum(sorted((scores[e] for e in group), reverse=True)[:2]) for group in groups]
@@ -68,10 +73,11 @@ def open_experts(scores: list[float], model) -> list[int]:
 
 
 def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch.Tensor, model) -> tuple:
-    """Every expert computes every token; the weights of experts that were not chosen are 0.
+    """Compute every token by every expert. The weights of experts that were not chosen are 0.
 
-    h: [B, S, H]. Returns the result [B, S, H], how many tokens of a sequence chose each expert [B, E], probabilities
-    [B, S, E], and the router's logits [B, S, E]."""
+    h: [B, S, H]. Return the result [B, S, H], the number of tokens of a sequence that chose each
+    expert [B, E], probabilities [B, S, E], and the router's logits [B, S, E].
+    """
     router = h @ w[layer + "router"].T
     scores = router.softmax(-1) if model.router == "softmax" else torch.sigmoid(router)
     best = [[sorted(open_experts(biased, model), key=lambda e: -biased[e])[:model.top_k] for biased in tokens]
@@ -90,7 +96,8 @@ def mixture(h: torch.Tensor, w: dict[str, torch.Tensor], layer: str, bias: torch
 
 
 def balance_losses(mixtures: list[tuple], model, optim, micro_batch: int) -> torch.Tensor:
-    """The losses that balance experts, of all layers: means over sequences (or micro-batches)."""
+    """Return the sum of the losses that balance experts, over all layers. They are means over
+    sequences (or micro-batches)."""
     total = 0
     for _, loads, probabilities, router in mixtures:
         size = 1 if optim.aux_over == "sequence" else micro_batch
@@ -111,7 +118,8 @@ def swiglu(h: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
 
 def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor,
                 rotated: bool) -> tuple[torch.Tensor, ...]:
-    """h [B, S, H] -> queries [B, S, N, D], keys and values [B, S, K, D]. a: name -> weight."""
+    """Return queries [B, S, N, D], and keys and values [B, S, K, D]. h: [B, S, H]. a: name ->
+    weight."""
     q, k, v = (torch.einsum("bsh,oh->bso", h, a("w" + name)) for name in "qkv")
     if model.qkv_bias:
         q, k, v = q + a("bq"), k + a("bk"), v + a("bv")
@@ -123,7 +131,8 @@ def grouped_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor,
 
 def latent_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor,
                rotated: bool) -> tuple[torch.Tensor, ...]:
-    """Equations 37 to 47 of DeepSeek-V2's report, head by head: queries and keys [B, S, N, D], values [B, S, N, v]."""
+    """Return queries and keys [B, S, N, D] and values [B, S, N, v]: equations 37 to 47 of
+    DeepSeek-V2's report, head by head."""
     r, R, plain = model.rope_head_dim, model.kv_lora_rank, model.head_dim - model.rope_head_dim
     values = model.v_head_dim or model.head_dim
     turn = turns(r, model, positions, h.dtype)
@@ -146,9 +155,12 @@ def latent_qkv(h: torch.Tensor, a: Callable, model, positions: torch.Tensor,
 
 def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict[str, torch.Tensor],
            mixtures: list, begins: torch.Tensor) -> torch.Tensor:
-    """w: weights by name. model: anything with the fields of the architecture. mixtures: a list, to which the results
-    of `mixture` are appended. begins: [B, S], whether a token begins a document, which sees no other and counts its
-    positions from 0."""
+    """Return the logits.
+
+    w: weights by name. model: an object with the fields of the architecture. mixtures: a list to
+    which the results of `mixture` are appended. begins: [B, S], whether a token begins a document.
+    A document sees no other document, and its positions count from 0.
+    """
     S = tokens.shape[1]
     documents, positions = find_documents(begins)
     foreign = (documents[:, :, None] != documents[:, None, :])[:, None, None]  # [B, 1, 1, S, S]
@@ -169,7 +181,7 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
             scores = scores * (1 + model.rope_mscale * math.log(model.rope_scaling) / 10) ** 2
         every = model.full_attention_every
         full = model.window == 0 or (every > 0 and i % every == every - 1)
-        hidden = above if full else above | above.T.tril(-model.window)  # W and more tokens before it
+        hidden = above if full else above | above.T.tril(-model.window)  # keys at least W back
         attended = torch.einsum("bkgqp,bpkd->bqkgd", scores.masked_fill(hidden | foreign, -torch.inf).softmax(-1), v)
         x = x + attended.flatten(2) @ a("wo").T + (a("bo") if model.out_bias else 0)
         h = rms_norm(x, w[f"layers.{i}.ffn_norm"], model.norm_eps)
@@ -188,21 +200,25 @@ def logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, model, biases: dict
 
 
 def ahead(h: torch.Tensor, w: dict[str, torch.Tensor], tokens: torch.Tensor, model) -> torch.Tensor:
-    """What the block of multi-token prediction gets: of every token h and the next one's embedding, the last one's is
-    a vector of zeros."""
+    """Return the input of the block of multi-token prediction.
+
+    It combines every token's h with the embedding of the next token. After the last token the
+    embedding is zeros.
+    """
     e = F.pad(w["embedding"][tokens[:, 1:]], (0, 0, 0, 1))
     e, h = (rms_norm(x, w[f"layers.{model.layers}.{name}norm"], model.norm_eps) for name, x in (("e", e), ("h", h)))
     return torch.cat((e, h), -1) @ w[f"layers.{model.layers}.eh_proj"].T
 
 
 def labels_ahead(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The label of every token's next one, [B, S], if both are in one document."""
+    """Return the label of the token after each token, [B, S]; -100 unless both are in one document."""
     same = documents[:, :-1] == documents[:, 1:]
     return F.pad(labels[:, 1:].masked_fill(~same, -100), (0, 1), value=-100)
 
 
 class Muon(torch.optim.Optimizer):
-    """Of Liu et al. 2025. What Newton-Schulz iterates, a polynomial of a matrix, is one of its singular values."""
+    """Muon of Liu et al. 2025. Newton-Schulz applies a polynomial to the matrix, which equals
+    applying it to the singular values."""
 
     @torch.no_grad()
     def step(self):
@@ -221,7 +237,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(w: dict[str, torch.Tensor], optim) -> list[torch.optim.Optimizer]:
     matrices = {name: p for name, p in w.items() if optim.optimizer == "muon" and p.ndim >= 2
                 and name not in ("embedding", "head")}
-    # Gate and up projection of an expert are two matrices in one tensor.
+    # The gate and up projections of an expert are two matrices in one tensor.
     muon = [Muon([dict(params=[p], shape=(p.shape[-2] // (1 + name.endswith("gate_up")), p.shape[-1]))], dict(
         lr=optim.lr, weight_decay=optim.weight_decay)) for name, p in matrices.items()]
     return [*muon, make_optimizer({name: p for name, p in w.items() if name not in matrices}, optim)]
@@ -246,12 +262,17 @@ def mean_loss(scores: torch.Tensor, labels: torch.Tensor, optim) -> torch.Tensor
 
 def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ...]], model, optim,
           micro_batch: int) -> dict:
-    """Steps over global batches of (tokens, labels, which tokens begin a document), labels below 0 ignored. Returns
-    everything worth comparing:
+    """Train a step on each global batch of (tokens, labels, which tokens begin a document),
+    ignoring labels below 0.
 
-    loss, norm: of each step; the losses that balance experts are not in the first, only in the gradient, and that of
-    multi-token prediction is in it without its weight. grads: by name, of each step, before clipping. params, m, v,
-    biases: by name, after the last."""
+    Return everything worth comparing:
+
+    - loss: of each step. It includes the loss of multi-token prediction, without its weight. The
+      losses that balance experts are only in the gradient.
+    - norm: of each step.
+    - grads: by name, of each step, before clipping.
+    - params, m, v, biases: by name, after the last step.
+    """
     moe_layers = range(model.dense_layers, model.layers + model.mtp) if model.experts else ()
     biases = {f"layers.{i}.router.bias": torch.zeros(model.experts, dtype=torch.float64) for i in moe_layers}
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}
@@ -287,7 +308,7 @@ def train(weights: dict[str, torch.Tensor], batches: list[tuple[torch.Tensor, ..
 # ---- what 16 bits do to it ------------------------------------------------------------------------------------------
 
 class Rounded(torch.autograd.Function):
-    """x as `dtype` has it, and its gradient, times `scale`, as `dtype` has that."""
+    """Round x to `dtype`, and round its gradient times `scale` to `dtype`."""
 
     @staticmethod
     def forward(ctx, x, dtype, scale):
@@ -300,11 +321,13 @@ class Rounded(torch.autograd.Function):
 
 
 class Rounding(TorchFunctionMode):
-    """Within this context the fp64 of this file errs as a run in 16 bits does, and no more.
+    """Give the fp64 computations of this file the rounding errors of a run in 16 bits.
 
-    Rounded is what such a run stores: factors and results of matmuls, the residual stream, and the gradients of all
-    these. Not rounded is what it computes in fp32 between two of them: norms, rotations, scores, SwiGLU, losses.
-    scale: the loss scale, with which gradients are rounded.
+    Numbers that such a run stores are rounded: factors and results of matmuls, the residual stream,
+    and the gradients of all these. Numbers that it computes in fp32 in between are not rounded:
+    norms, rotations, scores, SwiGLU, losses.
+
+    scale: the loss scale. Gradients are rounded after multiplication by it.
     """
 
     def __init__(self, dtype: torch.dtype, scale: float = 1.0):

@@ -17,8 +17,8 @@ The table:
     new = "batch.seq_len"
     files = "*.py"                     # the default; planted.toml is code, too
 
-What a rule cannot know stays for the author: paths that are computed, such as `dirname(config.__file__)`, and lines
-that have become too long. The program lists both, and what of the old names is left.
+Two things are left to the author: computed paths, such as `dirname(config.__file__)`, and lines
+that have become too long. The program lists both, and all remaining uses of old names.
 """
 import argparse
 import fnmatch
@@ -64,7 +64,8 @@ def rewrite_flags(text: str, flags: dict[str, str]) -> str:
 
 
 def rewrite_files(text: str, files: dict[str, str]) -> str:
-    """Names of files in prose, links and commands. `../config.py` is a link; `x/config.py` is another file."""
+    """Rewrite names of files in prose, links and commands. `../config.py` is a link; `x/config.py`
+    is another file."""
     for old, new in files.items():
         text = re.sub(rf"(?<![\w/.-])((?:\.\./)*){re.escape(old)}(?!\w)", lambda found, new=new: found[1] + new, text)
         if "/" in old:
@@ -75,7 +76,8 @@ def rewrite_files(text: str, files: dict[str, str]) -> str:
 
 
 def rewrite_imports(text: str, files: dict[str, str]) -> str:
-    """Imports of moved modules, also in code that stands in strings, and the uses of a module's name if it changes."""
+    """Rewrite imports of moved modules, even in code inside strings, and uses of a module's name if
+    the name changes."""
     for old, new in files.items():
         old_package, _, was = module_of(old).rpartition(".")
         package, _, name = module_of(new).rpartition(".")
@@ -112,12 +114,12 @@ def rewrite(path: str, text: str, renames: Renames) -> str:
 
 
 def rewrite_tree(tree: dict[str, str], renames: Renames) -> dict[str, str]:
-    """Return path -> text after the renames, of path -> text before."""
+    """Return path -> text after the renames. tree: path -> text before."""
     return {renames.files.get(path, path): rewrite(path, text, renames) for path, text in tree.items()}
 
 
 def leftovers(tree: dict[str, str], renames: Renames) -> list[str]:
-    """Return lines that still name what was renamed, or compute a path from a file that moved."""
+    """Return lines that still use an old name, or compute a path from a file that moved."""
     modules = [module_of(old).rpartition(".")[2] for old in renames.files]
     wanted = [rf"(?<![\w-])--(?:no-)?{re.escape(flag)}(?![\w-])" for flag in renames.flags]
     wanted += [rf"\bimport [\w, ]*\b{name}\b|\b{name}\.__file__" for name in modules]

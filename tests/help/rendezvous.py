@@ -1,4 +1,5 @@
-"""A pipeline's lists of actions and transfers, replayed with sends that wait for their receives, as NCCL's may."""
+"""Replay a pipeline's lists of actions and transfers with sends that wait for their receives, as
+NCCL's may."""
 from collections import deque
 from collections.abc import Callable
 
@@ -6,23 +7,27 @@ from schedules import Action, Costs, Span, Transfer, required_results
 
 
 def stream_of_link(item: Action | Transfer) -> tuple | None:
-    """The stream on which a rank runs an item where each directed pair of ranks has a process group of its own."""
+    """Return the stream on which a rank runs an item if each directed pair of ranks has its own
+    process group."""
     return (item.op, item.peer) if isinstance(item, Transfer) else None
 
 
 def check_rendezvous(lists: list[list[Action | Transfer]]) -> None:
-    """Raises ValueError, as `replay`, if lowered lists block where everything waits for all that is before it."""
+    """Raise ValueError, as `replay` does, if the lists block when each item waits for all items
+    before it."""
     replay(lists, Costs(), lambda item: None)
 
 
 def replay(lists: list[list[Action | Transfer]], costs: Costs, stream_of: Callable) -> list[list[Span]]:
-    """When each rank does what, if a send and its receive run together, each on a stream of its rank, in order.
+    """Return when each rank runs each action, if a send and its receive run at the same time.
 
-    stream_of(item): the stream on which a rank runs it. A transfer also waits for the actions before it in the list; an
-    action waits for no transfer of another stream but those that bring what it needs. Raises ValueError if ranks wait
-    for each other for ever, or if a send meets the receive of a different transfer."""
+    stream_of(item): the stream on which a rank runs the item. A stream runs its items in order. A
+    transfer also waits for the actions before it in the list. Of the transfers on other streams, an
+    action waits only for those that bring its inputs. Raise ValueError if ranks wait for each other
+    for ever, or if a send meets the receive of a different transfer.
+    """
     stages = 1 + max((item.stage for items in lists for item in items), default=0)
-    queues, free = [{} for _ in lists], [{} for _ in lists]  # of each rank: stream -> what waits, when it is free
+    queues, free = [{} for _ in lists], [{} for _ in lists]  # stream -> items, time when it is free
     spans, known = [[] for _ in lists], [{} for _ in lists]  # known: result -> when this rank has it
     for items, streams in zip(lists, queues):
         before = 0  # how many actions are before this item
@@ -32,14 +37,16 @@ def replay(lists: list[list[Action | Transfer]], costs: Costs, stream_of: Callab
             before += isinstance(item, Action)
 
     def earliest(r: int, stream, needs: set[Action], before: int) -> float | None:
-        """When this rank can begin the first item of a stream; None if it waits for something that has not run yet."""
+        """Return when this rank can begin the first item of a stream; None if it waits for an item
+        that has not run yet."""
         if len(spans[r]) < before or not needs <= known[r].keys():
             return None
         last = spans[r][before - 1].stop if before else 0.0
         return max([last, free[r].get(stream, 0.0), *(known[r][result] for result in needs)])
 
     def run(r: int, stream, item: Action | Transfer, needs: set[Action], before: int) -> bool:
-        """Run the first item of a stream of this rank, a send with its receive; False if it has to wait."""
+        """Run the first item of a stream of this rank, a send together with its receive. Return
+        False if it has to wait."""
         if item.op == "receive" or (start := earliest(r, stream, needs, before)) is None:
             return False
         queue, user = queues[r][stream], r

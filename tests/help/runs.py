@@ -1,4 +1,4 @@
-"""Runs of train.py, in this process or by the ranks of the pool, and what they leave."""
+"""Run train.py in this process or on the ranks of the pool, and read the files of a run."""
 import contextlib
 import io
 import json
@@ -17,10 +17,12 @@ from run.generate import sample
 
 
 def run(flags: str | list[str], state: job.RunState | None = None, samples_noise: bool = True) -> str:
-    """What a run prints, on both streams; a sample is of 16 tokens. state: is updated as the run goes on.
-    samples_noise: whether there is a sample even if the run has hardly learned.
+    """Train, and return what the run prints on both streams. A sample has 16 tokens.
 
-    A mistake of the user is raised as ValueError. A faults.Failure has what was printed as a note.
+    state: updated as the run goes on. samples_noise: whether to sample even if the run has hardly
+    learned.
+
+    A mistake of the user raises ValueError. A faults.Failure carries the printed text as a note.
     """
     flags = flags.split() if isinstance(flags, str) else flags
     settings = cli.parse(flags, dist.get_world_size() if dist.is_initialized() else 1)
@@ -42,7 +44,8 @@ def run(flags: str | list[str], state: job.RunState | None = None, samples_noise
 
 
 def first_step(flags: str) -> tuple:
-    """(settings, groups, model, pipeline, optimizer, this rank's micro-batches) of a run that begins."""
+    """Return (settings, groups, model, pipeline, optimizer, this rank's micro-batches) at the
+    beginning of a run."""
     settings = cli.parse(flags.split(), grids.everyone().size)
     groups, model, pipeline, optimizer = grids.build(settings)
     samples = open_samples(settings, settings.data.data, settings.optim.seed)
@@ -55,7 +58,7 @@ def metrics(path: Path) -> list[dict]:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, by name, as torch reads them."""
+    """Return all tensors of a checkpoint by name, whole, read by torch."""
     found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     whole = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in found.items()}
     dcp.load(whole, checkpoint_id=path, no_dist=True)

@@ -1,10 +1,12 @@
-"""Check that a commit only rewords, or only moves and renames: does every file compute what it computed before?
+"""Check that a commit only rewords, or only moves and renames: does every file compute the same as
+before?
 
     python tests/help/same_code.py HEAD                        the working tree against HEAD: only words may differ
     python tests/help/same_code.py main~3 main                 two revisions
     python tests/help/same_code.py HEAD --renames table.toml   after the table's renames, as renames.py applies them
 
-Words are comments, docstrings and messages: the text of exceptions, of assertions, of what is printed, and of help.
+Words are comments, docstrings and messages. Messages are the texts of exceptions, assertions, print
+calls and help.
 Everything else of a Python file is compared as a syntax tree, with its imports in any order. Files of other kinds are
 compared only with --renames, word by word, so that paragraphs may wrap anew. Each difference is one line, which names
 the file and the function. The exit code is 1 if there is one.
@@ -74,7 +76,8 @@ def without_messages(node: ast.AST) -> ast.AST:
 
 
 def code_of(source: str) -> dict[str, str]:
-    """Return symbol -> its code without words. "imports" are those of the whole file, in alphabetical order."""
+    """Return symbol -> its code without words. "imports" are the imports of the whole file, in
+    alphabetical order."""
     tree = WithoutWords().visit(ast.parse(source))
     found: dict[str, list[str]] = {}
     imports = []

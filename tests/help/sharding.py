@@ -1,4 +1,5 @@
-"""Jobs that ranks run for tests/test_zero.py: what steps send, what they hold, and how they skip."""
+"""Jobs of ranks for tests/test_zero.py. They measure the bytes that a step sends and holds, and
+skipped steps."""
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,14 @@ from run import job
 from run.faults import INTEGERS
 from run.meter import Meter
 
-# Widths that are prime, so that nothing divides; blocks are the largest units; few tokens, so activations are small.
+# Widths are prime, so nothing is divisible. Blocks are the largest units. Tokens are few, so
+# activations are small.
 PRIMES = ("--layers 4 --hidden 37 --heads 3 --kv-heads 1 --head-dim 6 --ffn 101 --vocab 97 --seq-len 5 --bucket-mb 0 "
           f"--grad-clip 0.1 --data {__file__}")
 
 
 class Unit(torch.nn.Module):
-    """A unit of parameters with these specs, of which two are the matrices of a layer."""
+    """A unit of parameters with these specs. The first two are the matrices of a layer."""
 
     def __init__(self, *specs: Spec, groups=grids.NO_GROUPS, dtype=torch.float32):
         super().__init__()
@@ -36,12 +38,13 @@ class Unit(torch.nn.Module):
 
 
 def built(flags: str, dtype: torch.dtype):
-    """(groups, model, pipeline, optimizer, this rank's micro-batches of a global batch)"""
+    """Return (groups, model, pipeline, optimizer, this rank's micro-batches of a global batch)."""
     return grids.ready(flags, {v: k for k, v in DTYPES.items()}[dtype], PRIMES)
 
 
 def sent(flags: str, dtype: torch.dtype) -> dict:
-    """Bytes of gradients and weights that a second step sends, what they are counted against, and its gradients."""
+    """Return the bytes of gradients and weights that a second step sends, its other calls, its
+    gradients, and the padded sizes of the buckets."""
     groups, model, pipeline, optimizer, share = built(flags, dtype)
     for lr in 0.0, 1e-3:
         with Meter(memory=False) as meter:
@@ -56,7 +59,7 @@ def sent(flags: str, dtype: torch.dtype) -> dict:
 
 
 def wait_and_settle(pending: Pending, wait=Pending.wait) -> torch.Tensor:
-    """Until gloo's threads, too, have let the tensors go, which they hold for a moment longer."""
+    """Wait until gloo's threads have also released the tensors, which they hold a moment longer."""
     seconds, result = 0.01 * bool(pending.works), wait(pending)
     time.sleep(seconds)
     return result
@@ -64,7 +67,7 @@ def wait_and_settle(pending: Pending, wait=Pending.wait) -> torch.Tensor:
 
 @patch.object(Pending, "wait", wait_and_settle)
 def held(flags: str, dtype: torch.dtype) -> dict:
-    """Live bytes by kind: at rest after a step, and the most during a second."""
+    """Return live bytes by kind: at rest after a step, and the peak of a second step."""
     groups, model, pipeline, optimizer, share = built(flags, dtype)
     meter = Meter()
     exact = torch.promote_types(dtype, torch.float32)
@@ -95,10 +98,14 @@ def held(flags: str, dtype: torch.dtype) -> dict:
 
 @contextmanager
 def late_collectives() -> Iterator[None]:
-    """Within this context every asynchronous collective delivers its result only once it is waited for, and finds its
-    inputs as they were when it was started. Until then its result is NaN, another NaN on each rank.
+    """Let every asynchronous collective deliver its result only when it is waited for, and check
+    its inputs.
 
-    gloo is so fast here that a result is nearly always there before anybody waits, which hides a wait that is missing.
+    The inputs must be unchanged since the start of the collective. Until the wait, the result is
+    NaN, a different NaN on each rank.
+
+    gloo is so fast in these tests that results nearly always arrive before anything waits, which
+    hides a missing wait.
     """
     def spoil(out: torch.Tensor) -> None:
         out.fill_(torch.nan if out.is_floating_point() else 1)
@@ -108,7 +115,7 @@ def late_collectives() -> Iterator[None]:
         def __init__(self, work, *tensors, call=None):
             super().__init__(work, *tensors, call=call)
             self.late, self.inputs = None, []
-            if call and call.operation == "send":  # which may end only once the receive, below, has been called
+            if call and call.operation == "send":  # it may end only after the receive, below, has been called
                 self.inputs = [(x, x.clone()) for x in tensors]
             elif work is not None and call.operation != "receive":
                 for one in self.works:
@@ -121,7 +128,7 @@ def late_collectives() -> Iterator[None]:
                 self.late = out, out.clone()
                 spoil(out)
                 if call.operation == "all_gather":
-                    for x, was in given:  # a rank has its own part, if this is where it will be
+                    for x, was in given:  # a rank already has its own part if it is a view of the result
                         x.copy_(was)
 
         def check_inputs(self):
@@ -154,17 +161,20 @@ def late_collectives() -> Iterator[None]:
 
 
 def delayed(flags: str) -> dict:
-    """The steps of a grid whose collectives are late."""
+    """Run the steps of a grid with late collectives."""
     with late_collectives():
         return grids.run(flags)
 
 
 def unread(flags: str) -> list[tuple[str, str, bool]]:
-    """Of each collective of a step that delivers numbers: its operation, its axis, and whether this rank reads what it
-    delivers. Steps are repeated, and in each one the result of another collective is NaN: if it is read, so are the
-    loss, a router's loss or a gradient."""
+    """Return (operation, axis, whether this rank reads the result) of each collective of a step
+    that delivers numbers.
+
+    The step is repeated. Each time the result of another collective is NaN. If the result is read,
+    the loss, a router's loss or a gradient becomes NaN.
+    """
     groups, model, pipeline, optimizer, share = grids.ready(flags)
-    spoilt, calls = -1, []  # number of the call whose result is NaN; the calls of this step
+    spoilt, calls = -1, []  # the number of the call whose result is NaN; the calls of this step
 
     class Spoilt(collectives.Pending):
         def __init__(self, work, result, *inputs, call=None):
@@ -173,7 +183,7 @@ def unread(flags: str) -> list[tuple[str, str, bool]]:
             if call and call.operation != "send" and result.is_floating_point():
                 self.is_spoilt = len(calls) == spoilt
                 calls.append(call)
-                if self.is_spoilt and not self.works:  # it is over
+                if self.is_spoilt and not self.works:  # it has ended
                     result.fill_(torch.nan)
 
         def wait(self):
@@ -198,8 +208,11 @@ def unread(flags: str) -> list[tuple[str, str, bool]]:
 
 
 def overflow() -> list[tuple]:
-    """Four fp16 steps on a 2 x 2 grid of replicas and shards. In step 1 the gradient of rank 3 alone is infinite, in
-    step 2 one element of the shard that rank 1 has of the sum."""
+    """Train four fp16 steps on a 2 x 2 grid of replicas and shards.
+
+    In step 1 only the gradient of rank 3 is infinite. In step 2 one element of rank 1's shard of
+    the sum is infinite.
+    """
     groups, model, pipeline, optimizer, share = built(
         "--global-batch 8 --micro-batch 1 --zero 2 --dp-replicate 2 --dtype fp16", torch.float16)
     optimizer.loss_scale.value.fill_(1024.0)
@@ -219,8 +232,11 @@ def overflow() -> list[tuple]:
 
 
 def trained(flags: str, dtype=torch.float32, steps=1, lr=1.0, forwards=0) -> tuple[list[tuple], list[int]]:
-    """The weights after so many steps, each after so many forwards that no backward follows; and the bytes of gathered
-    weights that are left after them, and after an evaluation."""
+    """Return the weights after `steps` steps, and the bytes of gathered weights that are left.
+
+    Before each step there are `forwards` forwards without a backward. The bytes are counted after
+    the steps, and again after an evaluation.
+    """
     groups, model, pipeline, optimizer, share = built(f"--global-batch 8 --micro-batch 2 {flags}", dtype)
     if dtype == torch.float16:
         optimizer.loss_scale.value.fill_(1024.0)
@@ -236,8 +252,11 @@ def trained(flags: str, dtype=torch.float32, steps=1, lr=1.0, forwards=0) -> tup
 
 
 def events(flags: str) -> list[str]:
-    """What a step of two micro-batches does with gradients, in order: "ready", when one is accumulated; the name and
-    the group of each collective on gradients as it is launched; and "finish", when backward has ended."""
+    """Return the events of a step of two micro-batches that concern gradients, in order.
+
+    They are "ready" when a gradient is accumulated, the name and group of each collective on
+    gradients when it is launched, and "finish" when backward has ended.
+    """
     groups, model, pipeline, optimizer, share = built(f"--global-batch 16 --micro-batch 2 {flags}", torch.float32)
     axes = {id(group): axis for axis, group in groups.items() if group.size > 1}
 

@@ -1,4 +1,5 @@
-"""Watching: every operation that torch dispatches, calls of chosen functions in order, and changes of files."""
+"""Watch every operation that torch dispatches, calls of chosen functions in order, and changes of
+files."""
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torc
 
 
 class Watch(TorchDispatchMode):
-    """Calls see(function, args, kwargs, out) after every operation."""
+    """Call see(function, args, kwargs, out) after every operation."""
 
     def __init__(self, see: Callable[..., Any]):
         super().__init__()
@@ -31,16 +32,19 @@ class Watch(TorchDispatchMode):
 
 
 def reads_values(function: Any, args: tuple) -> bool:
-    """Whether a GPU would wait for values, to count them or to return one."""
+    """Return whether the host would wait for a GPU's values, to count them or to return one."""
     if function not in INDEXING:
         return bool(READS_VALUES & set(function.tags))
-    is_fill = len(args) == 3 and args[2].numel() == 1  # x[mask] = a number, for which torch counts nothing
+    is_fill = len(args) == 3 and args[2].numel() == 1  # x[mask] = number, for which torch counts nothing
     return not is_fill and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
 def noted(events: list, function: Callable, name: Any) -> Callable:
-    """The function, which first adds its name to the events. name: or a function of the same arguments that returns it,
-    None for a call that is not of interest."""
+    """Return the function, wrapped so that each call first adds its name to the events.
+
+    name: the name, or a function of the same arguments that returns it, or None for a call that is
+    not of interest.
+    """
     def call(*args, **how):
         event = name(*args, **how) if callable(name) else name
         if event is not None:
@@ -51,8 +55,10 @@ def noted(events: list, function: Callable, name: Any) -> Callable:
 
 @contextmanager
 def in_order(*calls: tuple[Any, str, Any]) -> Iterator[list]:
-    """Events of the body, in order: of every call of owner.attribute its name. calls: (owner, attribute, name of
-    `noted`)."""
+    """Yield the events of the body: the name of every call of owner.attribute, in order.
+
+    calls: (owner, attribute, the name for `noted`).
+    """
     events = []
     with ExitStack() as patches:
         for owner, attribute, name in calls:
@@ -62,7 +68,7 @@ def in_order(*calls: tuple[Any, str, Any]) -> Iterator[list]:
 
 
 def waits(name: str) -> tuple:
-    """For `in_order`: collectives that are waited for while they are in flight."""
+    """Return an argument of `in_order` that notes waits for collectives in flight."""
     return collectives.Pending, "wait", lambda pending: name if pending.works else None
 
 
@@ -71,10 +77,11 @@ class Killed(BaseException):
 
 
 class Changes:
-    """Python's hook for events, which nothing removes: it counts the changes of files in a folder."""
+    """A hook for Python's events that counts the changes of files in a folder. Such a hook cannot
+    be removed."""
 
     def __init__(self):
-        self.folder, self.left = "", 0  # "": nothing is counted; the number of changes that are still made
+        self.folder, self.left = "", 0  # "": count nothing; how many more changes are allowed
         sys.addaudithook(self.see)
 
     def see(self, event: str, arguments: tuple) -> None:
@@ -97,8 +104,11 @@ def changes() -> Changes:
 
 
 def is_killed(work: Callable[[], Any], folder: Path, after: int) -> bool:
-    """Do the work, as a process that is killed after so many changes of files in a folder does it; whether it was. A
-    file that it has just opened to write is empty."""
+    """Do the work until it has changed files in the folder `after` times, as if the process were
+    then killed.
+
+    Return whether it was killed. A file that it has just opened to write is then empty.
+    """
     seen = changes()
     seen.folder, seen.left = str(folder), after
     try:
