@@ -417,7 +417,8 @@ def measure_seconds(function: Callable[..., Tensor], inputs: list[tuple[Tensor, 
 
 
 def make_cold_inputs(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Make inputs for measure_seconds. There are so many that all except any one fill L2 twice."""
+    """Make enough inputs for measure_seconds that, between two uses of one, the others fill L2
+    twice."""
     first = make()
     l2 = torch.cuda.get_device_properties(first[0].device).L2_cache_size
     return [first, *(make() for _ in range(math.ceil(2 * l2 / sum(x.nbytes for x in first))))]
