@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.config import need
+from run import huggingface
 from run.cli import note
 from run.texts import BOOKKEEPING, Conversation
 
@@ -72,14 +73,16 @@ class Template:
     def read_published(self) -> None:
         from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
-        folder = Path(self.path).parent
+        old = Path(self.path).with_name(OLD_TEMPLATE)
         try:
             own = set(Tokenizer.from_file(self.path).get_vocab())
-            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True,
-                                                                     tokenizer_file=self.path)
-            if not self.tokenizer.chat_template and (folder / OLD_TEMPLATE).is_file():
-                old = json.loads((folder / OLD_TEMPLATE).read_text(encoding="utf-8"))
-                self.tokenizer.chat_template = old["chat_template"]
+            if huggingface.owns_folder(Path(self.path)):
+                self.tokenizer = PreTrainedTokenizerFast.from_pretrained(old.parent, local_files_only=True,
+                                                                         tokenizer_file=self.path)
+                if not self.tokenizer.chat_template and old.is_file():
+                    self.tokenizer.chat_template = json.loads(old.read_text(encoding="utf-8"))["chat_template"]
+            else:
+                self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=self.path)
         except Exception as error:  # of damaged files the library raises anything
             raise ValueError(f"{self.path}: its chat template cannot be read: {error}".splitlines()[0]) from None
         self.foreign = self.tokenizer.get_vocab().keys() - own

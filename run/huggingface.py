@@ -174,10 +174,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes that are compared at a time
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SPECIAL_TOKENS = ("special_tokens_map.json", "tokenizer_config.json")
 GENERATION = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.*")
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+                    "tokenizer.model", "chat_template.jinja", "chat_template.json")
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of chat templates, beside a tokenizer, too
 
 
 class Architecture(NamedTuple):
@@ -790,23 +790,40 @@ def is_inside(path: str) -> bool:
 
 # ---- tokenizers ---------------------------------------------------------------------------------------------------
 
-def special_tokens(path: str) -> dict[str, str]:
-    """Return the bos_token and the eos_token that are published beside a tokenizer.json, as far as there are any."""
-    found = {}
-    for file in SPECIAL_TOKENS:  # the last file wins
-        try:
-            content = json.loads((Path(path).parent / file).read_text(encoding="utf-8"))
-            tokens = {name: content.get(name) for name in ("bos_token", "eos_token")}
-        except (OSError, ValueError, AttributeError):
-            continue
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        found |= {name: token for name, token in texts.items() if isinstance(token, str)}
-    return found
+def owns_folder(tokenizer: Path) -> bool:
+    """Return whether the files beside a tokenizer belong to it. They do unless they lie beside another tokenizer whose
+    name is tokenizer.json, and then belong to that one."""
+    other = tokenizer.with_name("tokenizer.json")
+    return tokenizer == other or not other.is_file() or other.read_bytes() == tokenizer.read_bytes()
 
 
-def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """Return the files in a folder that transformers reads for a tokenizer."""
-    return (file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
+def tokenizer_files(tokenizer: Path) -> list[Path]:
+    """Return the files that transformers reads for a tokenizer: those beside it that belong to it, and then itself.
+
+    The tokenizer.json may be missing: older models have only a tokenizer.model.
+    """
+    files = []
+    if owns_folder(tokenizer):
+        files = [tokenizer.with_name(name) for name in BESIDE_TOKENIZER]
+        files += sorted(tokenizer.with_name(MORE_TEMPLATES).glob("*.jinja"))
+    return [file for file in (*files, tokenizer) if file.is_file()]
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer into another folder, over files that are there. The copy of `tokenizer` is named
+    tokenizer.json.
+
+    A process that is killed while it copies leaves no half of a file. tokenizer.json is copied last: a folder that has
+    it has the other files.
+    """
+    for file in tokenizer_files(tokenizer):
+        name = "tokenizer.json" if file == tokenizer else file.relative_to(tokenizer.parent)
+        target = folder / name
+        if not (target.exists() and target.samefile(file)):
+            target.parent.mkdir(exist_ok=True)
+            unfinished = target.with_name(target.name + ".tmp")
+            shutil.copyfile(file, unfinished)
+            unfinished.rename(target)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -915,24 +932,6 @@ def published_tokens(folder: str) -> dict[str, list[int]]:
         lists = [value if isinstance(value, list) else [value] for value in values]
         found[name] = [*dict.fromkeys(token for token in sum(lists, []) if type(token) is int and token >= 0)]
     return found
-
-
-def copy_tokenizer(tokenizer: Path, folder: Path, replace: bool = False) -> None:
-    """Copy a tokenizer.json, and what is published beside it, into another folder.
-
-    Without `replace`, files that are there stay. A file of another name becomes tokenizer.json, without what lies
-    beside it: that belongs to some other tokenizer.
-    """
-    copies = {tokenizer: folder / "tokenizer.json"}
-    if tokenizer.name == "tokenizer.json":  # the file may be missing: older models have only a tokenizer.model
-        copies = {file: folder / file.name for file in tokenizer_files(tokenizer.parent)}
-        more = tokenizer.parent / "additional_chat_templates"
-        copies |= {file: folder / more.name / file.name for file in more.glob("*.jinja")}
-    for file, target in copies.items():
-        target.parent.mkdir(exist_ok=True)
-        if replace or not target.exists():
-            with contextlib.suppress(shutil.SameFileError):
-                shutil.copyfile(file, target)
 
 
 def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:

@@ -37,7 +37,6 @@ HEAD = 2**20  # bytes at the beginning of a file, whose first line shows the kin
 TOKEN_SUFFIXES = ".bin", ".npy"
 COMPANIONS = (".mask", ".starts", ".idx", ".about")  # files beside token files that are read with them
 TOKENIZER_NAMES = ("tokenizer", "vocab.json", "merges.txt", "special_tokens_map", "added_tokens", "chat_template")
-MORE_TEMPLATES = "additional_chat_templates"  # a folder beside them, where transformers finds them
 LINES, PACKED = (".jsonl", ".ndjson"), (".gz", ".zst")
 BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
         codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}

@@ -45,8 +45,6 @@ from run.chat import CHATML, Rendered, Span, Template
 from run.cli import note, speaking, told_if_slow
 from run.texts import (
     KINDS,
-    MORE_TEMPLATES,
-    TOKENIZER_NAMES,
     Conversation,
     Document,
     Found,
@@ -196,17 +194,22 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
 
 
 def published_settings(path: str) -> dict[str, str]:
-    """bos_token and eos_token as they are published beside a tokenizer.json. Raises ValueError for a damaged file."""
-    for name in huggingface.SPECIAL_TOKENS:
-        file = Path(path).parent / name
-        if not file.is_file():
+    """Return the bos_token and the eos_token that are published with a tokenizer, as far as there are any. Raises
+    ValueError for a damaged file."""
+    found = {}
+    files = {file.name: file for file in huggingface.tokenizer_files(Path(path))}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
+        if file not in files:
             continue
-        check_fetched(file)
-        try:
-            need(isinstance(json.loads(file.read_text(encoding="utf-8")), dict), "is no JSON object")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file}: cannot be read: {error}") from None
-    return huggingface.special_tokens(path)
+        check_fetched(files[file])
+        content = huggingface.read_json(str(files[file]))
+        for name in ("bos_token", "eos_token"):
+            token = content.get(name)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                found[name] = token
+    return found
 
 
 def separator_of(tokenizer: Any, path: str, name: str) -> int:
@@ -410,6 +413,10 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     """`tokenize` for files that are found. The tokenizers library uses all cores."""
     tokenizer, beside = read_tokenizer(tokenizer_path), target.parent / "tokenizer.json"
     note_what_it_leaves_out(tokenizer, tokenizer_path)
+    if not huggingface.owns_folder(Path(tokenizer_path)):
+        note(f"{tokenizer_path}: is read without the files beside it, which belong to "
+             f"{Path(tokenizer_path).with_name('tokenizer.json')}: to use a chat template or settings of its own, give "
+             "it a folder of its own")
     tokenizer.post_processor = None  # it changes no id of a text, but may cut spaces off the places of tokens
     unknown = getattr(tokenizer.model, "unk_token", None) or ""
     for each in found:
@@ -439,7 +446,7 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
                 note(f"{unread:,} of {writer.count:,} tokens are {unknown}: {tokenizer_path} has no tokens for what is "
                      "written there")
             writer.finish()
-            copy_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
+            keep_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
             described = target.with_suffix(".about")
             described.unlink(missing_ok=True)  # it describes the file that is replaced
             if templates or marks.end is not None:
@@ -458,16 +465,14 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
     return writer.count, writer.targets
 
 
-def copy_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> None:
-    """Copy a tokenizer.json, and what is published beside it, into a folder that may have it already.
+def keep_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> None:
+    """Copy a tokenizer into the folder of its tokens, unless it is there.
 
-    If no file says which tokens begin and end a text, tokenizer_config.json then says that those of documents do:
-    transformers, which opens an export with these files, looks there.
+    If no tokenizer_config.json belongs to it, write one that names the tokens at which documents begin and end.
+    transformers reads these names when it opens an export.
     """
     if not (folder / "tokenizer.json").exists():
-        for file in huggingface.tokenizer_files(path.parent):
-            if file.name != "tokenizer.json":
-                copy_whole(file, folder / file.name)
+        huggingface.copy_tokenizer(path, folder)
     settings = folder / "tokenizer_config.json"
     if not settings.exists():
         end = marks.begin if marks.end is None else marks.end
@@ -475,16 +480,6 @@ def copy_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> No
         unfinished = settings.with_suffix(".tmp")
         unfinished.write_text(json.dumps(names, indent=2))
         unfinished.rename(settings)
-    # Last, because the others are copied only where it is missing.
-    if not (folder / "tokenizer.json").exists():
-        copy_whole(path, folder / "tokenizer.json")  # path may have another name
-
-
-def copy_whole(file: Path, target: Path) -> None:
-    """Copy a file, so that a kill leaves no half of it under the new name."""
-    unfinished = target.with_name(target.name + ".tmp")
-    shutil.copyfile(file, unfinished)
-    unfinished.rename(target)
 
 
 def with_template(given: Iterable[Document], tokenizer_path: str,
@@ -651,7 +646,7 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
     if described["is_bytes"]:
         byte_tokenizer().save(str(path))
     elif tokenizer_folder:
-        huggingface.copy_tokenizer(Path(tokenizer_folder, "tokenizer.json"), target, replace=True)
+        huggingface.copy_tokenizer(Path(tokenizer_folder, "tokenizer.json"), target)
     if described["chat_template"]:
         template.write_text(described["chat_template"], encoding="utf-8")
     if path.is_file() and not settings.exists():  # transformers would make another tokenizer, by the model's type
@@ -662,12 +657,6 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
 
 
 # ---- texts for a pretrained model -----------------------------------------------------------------------------------
-
-def files_of_tokenizer(folder: Path) -> list[Path]:
-    """The files of a published model on which the tokens of a text or of a conversation depend."""
-    named = [file for file in folder.iterdir() if file.name.startswith(TOKENIZER_NAMES)]
-    return sorted(file for file in [*named, *(folder / MORE_TEMPLATES).glob("*")] if file.is_file())
-
 
 def users_cache() -> Path:
     try:
@@ -684,7 +673,7 @@ def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: s
     beside: the folder of checkpoints beside which the file is kept; "": in the user's cache.
     """
     digest = hashlib.blake2b(f"{FORMAT} {separator}".encode(), digest_size=8)
-    for file in files_of_tokenizer(Path(tokenizer_path).parent):
+    for file in sorted(huggingface.tokenizer_files(Path(tokenizer_path))):
         digest.update(file.name.encode() + file.read_bytes())
     for each in found:
         for file in [each.path, *(sorted(each.path.rglob("*")) if each.path.is_dir() else [])]:
