@@ -641,8 +641,8 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
     path, settings, template = (target / name for name in (
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
     if not (tokenizer_folder and os.path.samefile(tokenizer_folder, target)):
-        for old in (path, settings, template):  # of an earlier export
-            old.unlink(missing_ok=True)
+        for old in huggingface.tokenizer_files(path):  # of an earlier export
+            old.unlink()
     if described["is_bytes"]:
         byte_tokenizer().save(str(path))
     elif tokenizer_folder:
