@@ -387,23 +387,39 @@ def test_text_of_many_files_becomes_tokens_of_two_or_four_bytes(tmp_path, count,
     assert codec.separator == 0 and codec.encode("w9 w7") == [9, 7] and codec.decode([9, 7]) == "w9 w7"
 
 
-def test_what_is_published_beside_a_tokenizer_is_copied_with_it_and_else_says_how_documents_begin_and_end(tmp_path):
-    (tmp_path / "text").write_text("w2")
-    (tmp_path / "given").mkdir()
-    path = tokenizer_of(tmp_path / "given" / "of another name.json", "<s>", "</s>", "w2", "[CLS]")
-    published = {"tokenizer_config.json": '{"eos_token": "w2"}', "chat_template.jinja": "x", "README.md": "not read"}
-    for number, beside in enumerate(({}, published)):
-        for name, content in beside.items():
-            (tmp_path / "given" / name).write_text(content)
-        out = tmp_path / f"out-{number}"
-        tokenizing.tokenize([str(tmp_path / "text")], path, str(out / "tokens.bin"))
-        there = {file.name: file.read_text() for file in out.iterdir() if file.suffix not in (".bin", ".about")}
-        assert there.pop("tokenizer.json") == Path(path).read_text()
-        if beside:
-            assert there == {name: content for name, content in published.items() if name != "README.md"}
-        else:
-            assert list(there) == ["tokenizer_config.json"]
-            assert json.loads(there["tokenizer_config.json"]) == dict(bos_token="<s>", eos_token="</s>")
+@pytest.mark.parametrize("name, other, is_read", [
+    ("tokenizer.json", "mine.json", True), ("mine.json", "", True), ("mine.json", "tokenizer.json", False)])
+def test_what_is_published_with_a_tokenizer_is_read_and_copied_and_else_says_how_documents_begin_and_end(
+        tmp_path, capsys, name, other, is_read):
+    """Files beside tokenizer.json belong to it, and not to a tokenizer of another name."""
+    given, text = tmp_path / "given", tmp_path / "text"
+    text.write_text("w4")
+    published = {"tokenizer_config.json": '{"bos_token": "[CLS]", "eos_token": "w3"}', "chat_template.jinja": "x",
+                 "additional_chat_templates/tool_use.jinja": "y", "README.md": "not read"}
+    for beside in ({}, published):
+        (given / "additional_chat_templates").mkdir(parents=True, exist_ok=True)
+        path, out = tokenizer_of(given / name, "<s>", "[CLS]", "</s>", "w3", "w4"), tmp_path / f"out-{len(beside)}"
+        for file, content in beside.items():
+            (given / file).write_text(content)
+        if other:
+            tokenizer_of(given / other, "w4", "w3")
+        for _ in range(2):
+            tokenizing.tokenize([str(text)], path, str(out / "tokens.bin"))
+            there = {str(file.relative_to(out)): file.read_text() for file in out.rglob("*")
+                     if file.is_file() and file.suffix not in (".bin", ".about")}
+            assert there.pop("tokenizer.json") == Path(path).read_text()
+            if is_read and beside:
+                assert there == {file: content for file, content in published.items() if file != "README.md"}
+            else:
+                assert list(there) == ["tokenizer_config.json"]
+                assert json.loads(there["tokenizer_config.json"]) == dict(bos_token="<s>", eos_token="</s>")
+            assert everything(Corpus([str(out)], 9))[0] == ([1, 4, 3] if is_read and beside else [0, 4, 2])
+        said = f"data: {path}: is read without the files beside it, which belong to {given}/tokenizer.json"
+        assert (said in capsys.readouterr().err) == (not is_read)
+    if is_read:  # a copy beside it is the same tokenizer
+        tokenizing.tokenize([str(text)], path, str(given / "tokens.bin"))
+        tokenizing.tokenize([str(text)], path, str(given / "tokens.bin"))
+        assert everything(Corpus([str(given)], 9))[0] == [1, 4, 3]
 
 
 @pytest.mark.parametrize("names, begin, end", [
@@ -642,7 +658,7 @@ def test_what_is_no_record_is_named_by_its_line_and_nothing_is_written(tokenized
 
 
 def test_a_damaged_template_is_named(tokenized, tmp_path):
-    for content, says in (("{", "tokenizer_config.json: cannot be read"),
+    for content, says in (("{", "tokenizer_config.json: is not valid JSON"),
                           ('{"added_tokens_decoder": 3}', "tokenizer.json: its chat template cannot be read")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(ValueError, match=f"^{tmp_path}/{says}: [^\n]+$"):

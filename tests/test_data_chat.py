@@ -476,11 +476,19 @@ def test_templates_are_found_where_transformers_writes_them(folder, capsys):
 
 
 def test_without_a_template_chatml_is_said_and_a_tokenizer_may_have_any_name(folder, capsys):
-    (folder / "tokenizer.json").rename(folder / "mine.json")
+    """The template beside a tokenizer of another name belongs to a tokenizer.json there."""
+    (folder / "mine.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer.json").unlink()
     (folder / "chat.jsonl").write_text(json.dumps(SHAPES["messages"]))
-    tokenizing.tokenize([str(folder / "chat.jsonl")], str(folder / "mine.json"), str(folder / "out" / "tokens.bin"))
-    said = f"data: {folder}/mine.json: no chat template lies beside it, so conversations are written as ChatML\n"
-    assert said in capsys.readouterr().err
+    for files in ({}, {"tokenizer.json": "{}", "chat_template.jinja": turns_by(TURN),
+                       "chat_template.json": json.dumps(dict(chat_template=turns_by(TURN)))}):
+        for name, content in files.items():
+            (folder / name).write_text(content)
+        out = folder / f"out-{len(files)}" / "tokens.bin"
+        tokenizing.tokenize([str(folder / "chat.jsonl")], str(folder / "mine.json"), str(out))
+        said = f"data: {folder}/mine.json: no chat template lies beside it, so conversations are written as ChatML\n"
+        assert said in capsys.readouterr().err
+    assert out.read_bytes() == (folder / "out-0" / "tokens.bin").read_bytes()
 
 
 @pytest.mark.parametrize("template, variable", [

@@ -166,12 +166,15 @@ def test_an_export_has_the_tokenizer_of_the_data_if_it_is_another_than_the_publi
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"six": 0, "<s>": 1}, unk_token="six"))
     tokenizer.save(str(other / "tokenizer.json"))
     (other / "vocab.json").write_text("{}")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "chat_template.jinja").write_text("of an earlier export")
+    (tmp_path / "hf" / "additional_chat_templates").mkdir(parents=True)
+    for name in "chat_template.jinja", "additional_chat_templates/default.jinja":
+        (tmp_path / "hf" / name).write_text("of an earlier export")
+    (tmp_path / "hf" / "added_tokens.json").write_text('{"of an earlier export": 99}')
     run(f"--init-from {published(other, 5)} --data {data} --steps 0 --seq-len 24 --allow-mismatch --sample-prompt= "
         f"--checkpoint-dir {tmp_path}/run --export-hf {tmp_path}/hf")
     model, tokenizer = opened(tmp_path / "hf")
     assert tokenizer.encode("one six") == [10, 15] and not (tmp_path / "hf" / "vocab.json").exists()
+    assert tokenizer.get_vocab().keys() == {*CONTROL, *WORDS}
     assert tokenizer.bos_token == tokenizer.eos_token == "</s>" and tokenizer.chat_template is None
     assert model.generation_config.eos_token_id == model.generation_config.bos_token_id == 6
 

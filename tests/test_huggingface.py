@@ -25,6 +25,7 @@ from grids import NO_GROUPS
 from program import ROOT
 from transformers import modeling_rope_utils
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 from watch import is_killed, noted
 
 from core import config, rules
@@ -893,29 +894,61 @@ def test_special_tokens_are_those_that_are_given_and_settings_of_generation_the_
         export(llama, folder, published=str(tmp_path / "none"))
 
 
-def test_a_tokenizer_is_copied_with_every_file_that_transformers_reads_and_nothing_else(tmp_path):
-    """Unless it has a name of its own; what is there is replaced only if asked for."""
+def tokenizer_in(folder: Path) -> dict[str, str]:
+    """Write every file that transformers reads for a tokenizer, with its name as its content, and other files; return
+    the contents of the former."""
     from transformers import tokenization_utils_base as base
-    names = {base.SPECIAL_TOKENS_MAP_FILE, base.ADDED_TOKENS_FILE, base.TOKENIZER_CONFIG_FILE, base.FULL_TOKENIZER_FILE,
-             base.CHAT_TEMPLATE_FILE, "tokenizer.model", "vocab.json", "merges.txt"}
-    given, folder, alone = (tmp_path / name for name in ("given", "out", "alone"))
-    for path in (given, folder, alone):
-        path.mkdir()
-    for name in names | {"model-00001-of-00002.safetensors", "README.md", "other.json"}:
-        (given / name).write_text(name)
-    (given / base.CHAT_TEMPLATE_DIR).mkdir()
-    (given / base.CHAT_TEMPLATE_DIR / "tool_use.jinja").write_text("tools")
-    (folder / "vocab.json").write_text("mine")
-    huggingface.copy_tokenizer(given / "tokenizer.json", folder)
-    assert {path.name for path in folder.iterdir()} == names | {base.CHAT_TEMPLATE_DIR}
-    assert (folder / "vocab.json").read_text() == "mine"
-    assert (folder / base.CHAT_TEMPLATE_DIR / "tool_use.jinja").read_text() == "tools"
-    for to in (folder, given):
-        huggingface.copy_tokenizer(given / "tokenizer.json", to, replace=True)
-    assert all((path / name).read_text() == name for name in names for path in (folder, given))
-    huggingface.copy_tokenizer(given / "other.json", alone)
-    assert [path.name for path in alone.iterdir()] == ["tokenizer.json"]
-    assert (alone / "tokenizer.json").read_text() == "other.json"
+    names = [base.SPECIAL_TOKENS_MAP_FILE, base.ADDED_TOKENS_FILE, base.TOKENIZER_CONFIG_FILE, base.FULL_TOKENIZER_FILE,
+             base.CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, "tokenizer.model", "vocab.json",
+             "merges.txt", f"{base.CHAT_TEMPLATE_DIR}/tool_use.jinja"]
+    (folder / base.CHAT_TEMPLATE_DIR).mkdir(parents=True)
+    for name in (*names, "model-00001-of-00002.safetensors", "README.md", "mine.json", "chat_template.jinja.tmp"):
+        (folder / name).write_text(name)
+    return {name: name for name in names}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_tokenizer_is_copied_with_every_file_that_transformers_reads_and_nothing_else(tmp_path):
+    """Over other files, and to where it is. Files beside tokenizer.json belong to it, not to a file of another name."""
+    given, copied, alone = (tmp_path / name for name in ("given", "copied", "alone"))
+    published = tokenizer_in(given)
+    for folder in (copied, alone):
+        folder.mkdir()
+    (copied / "vocab.json").write_text("of another tokenizer")
+    before = contents(given)
+    huggingface.copy_tokenizer(given / "tokenizer.json", given)
+    assert contents(given) == before
+    huggingface.copy_tokenizer(given / "tokenizer.json", copied)
+    assert contents(copied) == published
+    huggingface.copy_tokenizer(given / "mine.json", alone)
+    assert contents(alone) == {"tokenizer.json": "mine.json"}
+    (given / "tokenizer.json").unlink()
+    huggingface.copy_tokenizer(given / "mine.json", copied)
+    assert contents(copied) == published | {"tokenizer.json": "mine.json"}
+    huggingface.copy_tokenizer(given / "mine.json", given)  # tokenizer.json is then a copy of it
+    huggingface.copy_tokenizer(given / "mine.json", alone)
+    assert contents(alone) == contents(copied)
+    for file in (given, alone):
+        (file / "tokenizer.json").unlink()
+    huggingface.copy_tokenizer(given / "tokenizer.json", alone)  # as of older models, which have only a tokenizer.model
+    assert contents(alone) == {name: name for name in published if name != "tokenizer.json"}
+
+
+def test_a_killed_copy_of_a_tokenizer_has_no_half_file_and_no_tokenizer_json_without_the_others(tmp_path):
+    published = tokenizer_in(tmp_path / "given")
+    for after in count():
+        folder = tmp_path / str(after)
+        folder.mkdir()
+        killed = is_killed(partial(huggingface.copy_tokenizer, tmp_path / "given" / "tokenizer.json", folder), folder,
+                           after)
+        found = {name: content for name, content in contents(folder).items() if not name.endswith(".tmp")}
+        assert found == published if "tokenizer.json" in found else found.items() <= published.items()
+        if not killed:
+            break
+    assert after >= len(published)
 
 
 @pytest.mark.parametrize("flags, says", [
