@@ -1,14 +1,18 @@
 """Published models, in and out: folders with config.json and safetensors, as Hugging Face's transformers writes them.
 
-    read_config    config.json -> fields of config.Model
-    source         *.safetensors -> a source (core/param.py): a rank reads the boxes that it holds, never a
-                   whole parameter
-    export         a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
+    read_config       config.json -> fields of config.Model
+    source            *.safetensors -> a source (core/param.py): a rank reads the boxes that it holds, never a
+                      whole parameter
+    export            a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
+    copy_tokenizer    the files of a tokenizer -> another folder
 
-Names differ, and so does the way experts are stored: ours are stacked, and on disk each expert has its own matrices. A
-box is a tuple of slices, one per dimension of a whole parameter (core/param.py). `boxes_on_disk` says which box of a
-parameter each tensor on disk is. Writing passes it the names of the class (`names_on_disk`), and reading passes it the
-names that this folder uses (`names_stored`). In the weights of layer 7:
+Each class of transformers that we read and write, such as LlamaForCausalLM, has an entry in ARCHITECTURES. "The class"
+always means one of them. A config.json that asks for something that our model does not implement is refused. So is the
+export of a model that no class computes.
+
+On disk, weights have other names, and experts are stored differently. Our experts are stacked in one parameter. On
+disk, each expert has matrices of its own. This is such a parameter of layer 7, for E experts, F = ffn and H = hidden,
+and the ends of the names of its tensors on disk:
 
     layers.7.experts.w_gate_up [E, 2F, H]     expert 0             expert 1             ...
                                rows 0 .. F    0.gate_proj.weight   1.gate_proj.weight
@@ -16,10 +20,11 @@ names that this folder uses (`names_stored`). In the weights of layer 7:
 
 The full name of the last one is model.layers.7.mlp.experts.1.up_proj.weight.
 
-A config.json that asks for what our model does not implement is refused, and so is the export of a model that no class
-of transformers computes. run/cli.py reads config.json before torch is imported: only functions import torch here.
+A box is a block of a parameter: a tuple of slices, one per dimension (core/param.py). `boxes_on_disk` returns the
+tensors on disk that make up a parameter, and the box that each of them is. An export names them as the class does
+(`names_on_disk`). A folder that we read may use other names, because versions of transformers differ (`names_stored`).
 
-Shapes: E experts, F ffn, H hidden.
+run/cli.py reads config.json before torch is imported, so only functions import torch here.
 """
 from __future__ import annotations
 
@@ -41,9 +46,20 @@ if TYPE_CHECKING:
 
     from core.param import Box, Source, Spec
 
-# ---- transformers' names, and what its classes compute --------------------------------------------------------------
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the only file of weights; or the list of several
+BLOCK = 2**24  # bytes that are compared at a time
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GENERATION = "generation_config.json"
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+                    "tokenizer.model", "chat_template.jinja", "chat_template.json")
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of chat templates, beside a tokenizer, too
 
-NAMES = {  # ours: theirs; in layer 7 "layers.7." comes before ours and "model.layers.7." before theirs
+# ---- names of weights -----------------------------------------------------------------------------------------------
+
+# Our name of a weight: the class's name. Names in layer 7 also begin with "layers.7." here, and with "model.layers.7."
+# in the class.
+NAMES = {
     "embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
     "attention_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
     "attention.wq": "self_attn.q_proj.weight", "attention.bq": "self_attn.q_proj.bias",
@@ -54,7 +70,9 @@ NAMES = {  # ours: theirs; in layer 7 "layers.7." comes before ours and "model.l
     "ffn.w_gate": "mlp.gate_proj.weight", "ffn.w_up": "mlp.up_proj.weight", "ffn.w_down": "mlp.down_proj.weight",
     "ffn.b_gate": "mlp.gate_proj.bias", "ffn.b_up": "mlp.up_proj.bias", "ffn.b_down": "mlp.down_proj.bias",
 }
-MIXTRAL_NAMES = NAMES | {  # {e}: one tensor per expert; two names: the rows of both, one after the other
+# A name with {e} is a name of one tensor per expert: {e} is the expert's number. If there are two names, our rows are
+# those of the first tensor, and then those of the second.
+MIXTRAL_NAMES = NAMES | {
     "router": "block_sparse_moe.gate.weight",
     "experts.w_gate_up": "block_sparse_moe.experts.{e}.w1.weight block_sparse_moe.experts.{e}.w3.weight",
     "experts.w_down": "block_sparse_moe.experts.{e}.w2.weight",
@@ -69,30 +87,56 @@ DEEPSEEK_NAMES = QWEN_MOE_NAMES | {
     "attention.w_q_down": "self_attn.q_a_proj.weight", "attention.q_norm": "self_attn.q_a_layernorm.weight",
     "attention.w_q_up": "self_attn.q_b_proj.weight", "attention.w_kv_down": "self_attn.kv_a_proj_with_mqa.weight",
     "attention.kv_norm": "self_attn.kv_a_layernorm.weight", "attention.w_kv_up": "self_attn.kv_b_proj.weight",
-    **{f"shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
+    "shared.w_gate": "mlp.shared_experts.gate_proj.weight", "shared.w_up": "mlp.shared_experts.up_proj.weight",
+    "shared.w_down": "mlp.shared_experts.down_proj.weight",
 }
 # Names of experts that transformers 5 has fused: one stacked tensor per layer, like ours.
 FUSED_NAMES = {
     "router": "mlp.gate.weight", "experts.w_gate_up": "mlp.experts.gate_up_proj",
     "experts.w_down": "mlp.experts.down_proj",
 }
-# Parts that torch's wrappers add to names.
+# Parts that wrappers, such as FSDP and torch.compile, add to the names of weights.
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
+# ---- what the classes of transformers compute -----------------------------------------------------------------------
+
+class Architecture(NamedTuple):
+    """A class of transformers: the fields of config.json that it reads, and its names of weights."""
+    model_type: str
+    defaults: dict[str, Any]  # each field that the class reads -> its value if it is absent; None: there is no default
+    names: dict[str, str] = NAMES
+    fixed: dict[str, Any] = {}  # fields of config.Model that config.json does not name, and their values in this class
+    limits: dict[str, tuple] = {}  # field of config.json -> the only values that are allowed; the first is the default
+
+    @property
+    def has_experts(self) -> bool:
+        return "router" in self.names
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it has multi-head latent attention (mla.py)."""
+        return "attention.w_kv_down" in self.names
+
+
 class JsonField(NamedTuple):
-    """The values that a field of config.json may have. Each number, also in a list, is above 0, or 0 if `zero`."""
+    """A field of config.json, and which values we allow. A number must be above 0, also in a list."""
     kind: Any  # bool, int, float, str, dict, list[int] or list[str]
     ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
-    zero: bool = False
-    null: bool = False  # whether it may be null
-    only: tuple = ()  # see FIELDS
+    zero: bool = False  # whether numbers may also be 0
+    null: bool = False  # whether the field may be null
+    only: tuple = ()  # the allowed values if the class does not read the field; the first is the default; (): any
 
 
-# Fields of config.json. A field that a class lists in its `defaults` may have any value of its kind, unless the class
-# has `limits` for it. A field with `only` that the class does not list must be absent or have one of those values;
-# the first is the default. Rotary fields and quantization_config are read by functions of their own, which also obey
-# `only`. All other fields are ignored, except that a class that ignores layer_types requires null.
+# The fields of config.json that we know. A value is checked by the first of these rules that applies to its field:
+#
+# 1. The class has `limits` for the field: it must have one of these values.
+# 2. The class reads the field, which is then in the class's `defaults`: it may have any value of its kind.
+# 3. The field has `only`: it must be absent, or have one of these values.
+# 4. The field is layer_types: it must be absent or null.
+#
+# All other fields are ignored. read_rope and read_quantization read the fields for rotary embeddings and quantization,
+# and obey `only` for every class.
 FIELDS = {
     "vocab_size": JsonField(int, "vocab"),
     "hidden_size": JsonField(int, "hidden"),
@@ -104,7 +148,7 @@ FIELDS = {
     "tie_word_embeddings": JsonField(bool, "tied"),
     "rms_norm_eps": JsonField(float, "norm_eps"),
     "hidden_act": JsonField(str, only=("silu", "swish")),
-    "attention_bias": JsonField(bool, "out_bias", only=(False,)),  # model_fields sets qkv_bias, too
+    "attention_bias": JsonField(bool, "out_bias", only=(False,)),  # from it, model_fields also sets qkv_bias
     "mlp_bias": JsonField(bool, "ffn_bias", only=(False,)),
     "attention_dropout": JsonField(float, zero=True, only=(0,)),
     "quantization_config": JsonField(dict, null=True),
@@ -159,10 +203,10 @@ FIELDS = {
     "router_jitter_noise": JsonField(float, zero=True, only=(0,)),
     "model_type": JsonField(str),  # must be the class's model_type, or in its limits
 }
-KINDS = {  # kind: (an example, in words)
+KINDS = {  # kind of a field: (a value of this kind, the kind in words)
     bool: (True, "true or false"), int: (1, "a whole number"), float: (1.0, "a number"), str: ("", "text"),
     dict: ({}, "an object"), list[int]: ([1], "a list of whole numbers"), list[str]: ([""], "a list of texts")}
-ROPE = {  # rope_type: which fields rope_parameters or rope_scaling may have, besides rope_type and rope_theta
+ROPE = {  # rope_type: the fields that may be in rope_parameters or rope_scaling, besides rope_type and rope_theta
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -170,70 +214,59 @@ ROPE = {  # rope_type: which fields rope_parameters or rope_scaling may have, be
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor", "mscale",
              "mscale_all_dim", "truncate"),
 }
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BLOCK = 2**24  # bytes that are compared at a time
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-GENERATION = "generation_config.json"
-BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-                    "tokenizer.model", "chat_template.jinja", "chat_template.json")
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of chat templates, beside a tokenizer, too
 
 
-class Architecture(NamedTuple):
-    """A class of transformers, and how config.json and weights are read for it."""
-    model_type: str
-    defaults: dict[str, Any]  # field of config.json that the class reads -> the class's default, None if there is none
-    names: dict[str, str] = NAMES  # our names of weights -> theirs
-    fixed: dict[str, Any] = {}  # fields of config.Model that config.json does not name, and their values in this class
-    limits: dict[str, tuple] = {}  # field of config.json -> the only values that are allowed; the first is the default
-
-    @property
-    def has_experts(self) -> bool:
-        return "router" in self.names
-
-    @property
-    def is_latent(self) -> bool:
-        return "attention.w_kv_down" in self.names
-
-
-def defaults(kv_heads: int | None, **rest: Any) -> dict[str, Any]:
-    """Return a class's defaults. rest: what differs from Llama. Sizes have none: config.json must give them."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    return dict.fromkeys(sizes) | dict(num_key_value_heads=kv_heads, rms_norm_eps=1e-6, rope_theta=10000.0,
-                                       tie_word_embeddings=False) | rest
+def llama_defaults(**changes: Any) -> dict[str, Any]:
+    """Return Llama's defaults with these changes, for a class that reads Llama's fields, and others."""
+    # None: config.json must have the field. Only num_key_value_heads and head_dim may be absent.
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "head_dim", "num_key_value_heads")
+    return dict.fromkeys(required) | dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False) | changes
 
 
 QWEN = dict(use_sliding_window=False, sliding_window=4096)
 BY_LAYER = dict(max_window_layers=28, layer_types=None)  # which layers have the window
-LATENT = defaults(128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-                  n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4, num_experts_per_tok=8,
-                  moe_intermediate_size=2048, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True)
-del LATENT["head_dim"]  # in DeepSeek-V3's config.json, this is the width of the rotated key
+LATENT = llama_defaults(
+    num_key_value_heads=128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4, num_experts_per_tok=8,
+    moe_intermediate_size=2048, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True)
+del LATENT["head_dim"]  # in DeepSeek-V3's config.json, this is the width of the rotated part of a key
 ARCHITECTURES = {  # with the defaults of transformers 5.23
-    "LlamaForCausalLM": Architecture("llama", defaults(None, attention_bias=False, mlp_bias=False)),
-    "MistralForCausalLM": Architecture("mistral", defaults(8, sliding_window=4096)),
-    "Qwen2ForCausalLM": Architecture("qwen2", defaults(32, **QWEN, **BY_LAYER), fixed=dict(qkv_bias=True)),
-    "Qwen3ForCausalLM": Architecture("qwen3", defaults(32, **QWEN, **BY_LAYER, head_dim=128, attention_bias=False),
-                                     fixed=dict(qk_norm=True)),
-    "SmolLM3ForCausalLM": Architecture("smollm3", defaults(
-        4, rope_theta=2000000.0, tie_word_embeddings=True, attention_bias=False, mlp_bias=False, no_rope_layers=None,
-        no_rope_layer_interval=4, use_sliding_window=False, sliding_window=None, layer_types=None)),
-    "MixtralForCausalLM": Architecture("mixtral", defaults(
-        8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1000000.0, num_local_experts=8, num_experts_per_tok=2),
-        MIXTRAL_NAMES),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", defaults(
-        4, **QWEN, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
-        mlp_only_layers=None, attention_bias=False), QWEN_MOE_NAMES, dict(qk_norm=True)),
-    "DeepseekV3ForCausalLM": Architecture("deepseek_v3", LATENT, DEEPSEEK_NAMES, dict(router="sigmoid"), dict(
-        model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # norms of latents always use 1e-6
+    "LlamaForCausalLM": Architecture("llama", llama_defaults(attention_bias=False, mlp_bias=False)),
+    "MistralForCausalLM": Architecture("mistral", llama_defaults(num_key_value_heads=8, sliding_window=4096)),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", llama_defaults(num_key_value_heads=32, **QWEN, **BY_LAYER), fixed=dict(qkv_bias=True)),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", llama_defaults(num_key_value_heads=32, **QWEN, **BY_LAYER, head_dim=128, attention_bias=False),
+        fixed=dict(qk_norm=True)),
+    "SmolLM3ForCausalLM": Architecture("smollm3", llama_defaults(
+        num_key_value_heads=4, rope_theta=2000000.0, tie_word_embeddings=True, attention_bias=False, mlp_bias=False,
+        no_rope_layers=None, no_rope_layer_interval=4, use_sliding_window=False, sliding_window=None,
+        layer_types=None)),
+    "MixtralForCausalLM": Architecture(
+        "mixtral", llama_defaults(num_key_value_heads=8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1000000.0,
+                                  num_local_experts=8, num_experts_per_tok=2),
+        names=MIXTRAL_NAMES),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", llama_defaults(num_key_value_heads=4, **QWEN, num_experts=128, num_experts_per_tok=8,
+                                    moe_intermediate_size=768, norm_topk_prob=False, mlp_only_layers=None,
+                                    attention_bias=False),
+        names=QWEN_MOE_NAMES, fixed=dict(qk_norm=True)),
+    "DeepseekV3ForCausalLM": Architecture(
+        "deepseek_v3", LATENT, names=DEEPSEEK_NAMES, fixed=dict(router="sigmoid"),
+        limits=dict(model_type=("deepseek_v3", "kimi_k2"), rms_norm_eps=(1e-6,))),  # norms of latents always use 1e-6
 }
 
 
-def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = None) -> list[str]:
-    """"layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]; {e} is the number of an expert.
+# ---- which tensors on disk a parameter is ---------------------------------------------------------------------------
 
-    Routers' biases are [] if the class has none; they are then 0. names: a table to use instead of the class's.
+def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = None) -> list[str]:
+    """Return a weight's names in a class: "layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"].
+
+    {e} in a name stands for the number of an expert. The list is empty for the bias of a router if the class has none:
+    such a bias is 0.
+
+    names: a table to use instead of the class's own
     """
     layer, ours = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups(default="")
     names = names or ARCHITECTURES[architecture].names
@@ -249,20 +282,23 @@ def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
 
 
 def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
-    """Return `tensors_on_disk` for given names, such as those that names_on_disk returns."""
-    if len(spec.shape) < 3 or "{e}" not in names[0]:
+    """Return `tensors_on_disk` if the tensors have these names, in which {e} stands for the number of an expert."""
+    if len(spec.shape) < 3 or "{e}" not in names[0]:  # one tensor, also of all experts
         return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
-    rows //= len(names)
-    return [(name.format(e=e), (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns)))
-            for e in range(experts) for i, name in enumerate(names)]
+    rows //= len(names)  # of one tensor
+    boxes = []
+    for e in range(experts):
+        for i, name in enumerate(names):
+            box = (slice(e, e + 1), slice(i * rows, (i + 1) * rows), slice(0, columns))
+            boxes.append((name.format(e=e), box))
+    return boxes
 
 
 def weights_of(model: Any) -> Iterator[str]:
-    """Yield the names of all weights of a config.Model, except those of multi-token prediction, and of its routers'
-    biases."""
+    """Yield our names of a config.Model's weights and of its routers' biases. Multi-token prediction is left out."""
     names = dict.fromkeys(ours for architecture in ARCHITECTURES.values() for ours in architecture.names)
-    whole = ("embedding", "norm", "head")
+    whole = ("embedding", "norm", "head")  # of the whole model; all others are in each layer
     yield from whole[:2] if model.tied else whole
     for layer in range(model.layers):
         yield from (f"layers.{layer}.{name}" for name in names if name not in whole and has_weight(model, layer, name))
