@@ -321,14 +321,15 @@ def has_weight(model: Any, layer: int, name: str) -> bool:
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the fields of config.Model of the model in `folder`. Raises ValueError for what is not implemented.
+    """Return the fields of config.Model of the model in `folder`. Raises ValueError for a model that ours cannot be.
 
-    As in transformers, embedding and head are not tied if the folder has both, with different values.
+    If config.json ties embedding and head, but the folder has weights of both that differ, they are not tied, as in
+    transformers.
     """
     where = os.path.join(folder, "config.json")
     model = model_fields(read_json(where), where)
     if model["tied"]:
-        with contextlib.suppress(ValueError):  # check_weights says what is wrong with weights; a dry run needs none
+        with contextlib.suppress(ValueError):  # check_weights reports bad weights; a dry run needs none
             model["tied"] = not has_own_head(weights_in(folder))
     return model
 
@@ -355,23 +356,25 @@ def read_architecture(config: dict[str, Any], where: str) -> str:
 
 
 def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple | None = None) -> Any:
-    """Return the value of a field of config.json, or its default. Raises ValueError for one that FIELDS does not allow.
+    """Return the value of a field of config.json, or the default if it is absent. Raises ValueError for other values
+    than the allowed ones.
 
-    where: the file, for messages. only: the allowed values, () for all; None: those of FIELDS.
+    where: the path of config.json, for messages
+    only: the only allowed values. (): all values of the field's kind are allowed. None: the field's `only` in FIELDS.
     """
     field, value = FIELDS[name], config.get(name, default)
     only = field.only if only is None else only
     example, words = KINDS[field.kind]
-    numbers = field.kind in (int, float, list[int])
     fits = is_of_kind(value, example)
-    if fits and numbers:
-        entries = value if isinstance(value, list) else [value]
-        fits = all(entry > 0 or (field.zero and entry == 0) for entry in entries)
-    if numbers:
+    if field.kind in (int, float, list[int]):
         words += ", 0 or more" if field.zero else " above 0"
+        entries = value if isinstance(value, list) else [value]
+        fits = fits and all(entry > 0 or (field.zero and entry == 0) for entry in entries)
+    if value is None and field.null:
+        fits = True
     if only:
         words = " or ".join(map(json.dumps, only))
-    fits = (fits or (value is None and field.null)) and (not only or value in only)
+        fits = fits and value in only
     need(fits, f"{where}: {name} {json.dumps(value)}: must be {words}")
     problem = problem_of(field.ours, value) if field.ours and value is not None else ""
     need(not problem, f"{where}: {name} {json.dumps(value)}: {problem}")
@@ -379,10 +382,11 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
 
 
 def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
-    """Return the fields that the class lists in its `defaults`. Raises ValueError for what FIELDS does not allow."""
+    """Return the fields that the class reads, with their values. Raises ValueError if a field, also of those that it
+    does not read, has a value that is not allowed (see FIELDS)."""
     only = {name: field.only for name, field in FIELDS.items() if field.only and name not in architecture.defaults}
     only |= {"model_type": (architecture.model_type,)} | architecture.limits
-    if "layer_types" not in architecture.defaults:  # this class ignores layer_types
+    if "layer_types" not in architecture.defaults:
         only["layer_types"] = (None,)
     for name, values in only.items():
         read_field(config, name, values[0], where, values)
@@ -391,9 +395,11 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of config.Model that config.json asks for. where: the file, for messages."""
+    """Return the fields of config.Model that config.json asks for. where: the path of config.json, for messages."""
     architecture = ARCHITECTURES[read_architecture(config, where)]
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers 4 and 5 name it
+    # The object for rotary embeddings. transformers 4 names it rope_scaling, and 5 rope_parameters. In older files,
+    # rope_type is "type".
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}
     need(isinstance(rope, dict), f"{where}: {name} {json.dumps(rope)}: must be an object or null")
     config = config | {"rope_type": rope.get("type", "default")} | rope
@@ -404,7 +410,7 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     model = {FIELDS[name].ours: value for name, value in settings.items() if FIELDS[name].ours and value is not None}
     model.setdefault("kv_heads", model["heads"])
     model.setdefault("head_dim", model["hidden"] // model["heads"])
-    model["head_dim"] += model.get("rope_head_dim", 0)
+    model["head_dim"] += model.get("rope_head_dim", 0)  # ours is the width of both parts of a head
     if "experts" in model:
         model.setdefault("expert_ffn", model["ffn"])
         dense = settings.get("mlp_only_layers") or []
@@ -419,13 +425,12 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where: str) -> dict[str, Any]:
-    """Return the fields of config.Model that scale rotary frequencies.
+    """Return the fields of config.Model that scale rotary frequencies. Raises ValueError for a field that is missing,
+    not allowed, or of another rope_type.
 
-    config: the content of config.json, with the entries of `rope` at its top level. rope: the object rope_parameters or
-    rope_scaling.
-    latent: whether the class multiplies attention scores by a factor from mscale_all_dim, too.
-
-    A field whose FIELDS entry does not allow null has no default here: `read` raises ValueError if it is absent.
+    config: the content of config.json, with the entries of `rope` at its top level
+    rope: the object rope_parameters or rope_scaling
+    latent: whether the class also multiplies attention scores by a factor that follows from mscale_all_dim
     """
     kind = config["rope_type"]
     for name in sorted(rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE[kind]}):
@@ -433,8 +438,8 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
     if kind == "default":
         return dict(rope_scaling=1.0)
 
-    def read(name: str, default: Any = None) -> Any:
-        return read_field(config, name, default, where)
+    def read(name: str) -> Any:
+        return read_field(config, name, None, where)  # None is refused unless the field may be null
 
     factor = read("factor")
     model = dict(rope_type=kind, rope_scaling=factor)
@@ -442,23 +447,27 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
         return model | dict(original_seq_len=read("max_position_embeddings"))
     if kind == "llama3":
         read("low_freq_factor")
-    if kind in FAST_TURNS:  # rope_type -> what --rope-fast-turns auto is; YaRN's is the default of beta_fast, too
-        fast = read("high_freq_factor") if kind == "llama3" else (read("beta_fast") or FAST_TURNS[kind])
-        model["rope_fast_turns"] = 0.0 if fast == FAST_TURNS[kind] else fast  # 0: auto
+    if kind in FAST_TURNS:  # rope_type -> the value of --rope-fast-turns auto
+        fast = read("high_freq_factor" if kind == "llama3" else "beta_fast")
+        if fast is None or fast == FAST_TURNS[kind]:  # for YaRN, transformers has the same default
+            fast = 0.0  # auto
+        model["rope_fast_turns"] = fast
         original = "original_max_position_embeddings"
         model["original_seq_len"] = read(original if original in config else "max_position_embeddings")
     if kind == "yarn":
         attention, mscale, mscale_all_dim = read("attention_factor"), read("mscale"), read("mscale_all_dim")
         if attention is None and mscale and mscale_all_dim:
             attention = yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all_dim)
-        model |= dict(rope_attention_factor=attention or 0.0, rope_mscale=(latent and mscale_all_dim) or 0.0)
-    identity = factor == 1 and model.get("rope_attention_factor", 0) in (0, 1)
-    return dict(rope_scaling=1.0) if identity else model
+        model["rope_attention_factor"] = attention or 0.0  # 0: auto
+        model["rope_mscale"] = (mscale_all_dim or 0.0) if latent else 0.0
+    if factor == 1 and model.get("rope_attention_factor", 0) in (0, 1):  # nothing is scaled
+        return dict(rope_scaling=1.0)
+    return model
 
 
 def rope_of(model: Any) -> dict[str, Any] | None:
     """Return the object rope_scaling of config.json: the inverse of read_rope. None without scaling."""
-    kind, factor, m = model.rope_type, model.rope_scaling, model.rope_mscale
+    kind, factor, mscale = model.rope_type, model.rope_scaling, model.rope_mscale
     if factor == 1 and kind != "dynamic":
         return None
     rope = {"rope_type": kind, "factor": factor}
@@ -467,17 +476,22 @@ def rope_of(model: Any) -> dict[str, Any] | None:
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": model.fast_turns}
     if kind == "yarn":
-        rope |= {"beta_slow": 1.0, "beta_fast": model.fast_turns} | ({"mscale_all_dim": m} if m else {})
-        if m and model.rope_attention_factor == 1:
-            rope["mscale"] = m  # as DeepSeek-V3's config.json writes it
+        rope |= {"beta_slow": 1.0, "beta_fast": model.fast_turns}
+        if mscale:
+            rope["mscale_all_dim"] = mscale
+        if mscale and model.rope_attention_factor == 1:
+            rope["mscale"] = mscale  # as DeepSeek-V3's config.json writes it
         elif model.rope_attention_factor:
             rope["attention_factor"] = model.rope_attention_factor
     return rope
 
 
 def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int, list[str]]:
-    """Return no_rope_every and layer_types of a SmolLM3. Its list no_rope_layers has 0 for a layer without rotary
-    embedding; without the list, it has an interval. `settings` stays as it is."""
+    """Return no_rope_every of config.Model, and layer_types, for a SmolLM3.
+
+    Its list no_rope_layers has a 0 for each layer without rotary embedding, and a 1 for each other layer. If there is
+    no list, every no_rope_layer_interval-th layer has no rotary embedding.
+    """
     layers, rotated, every = settings["num_hidden_layers"], settings["no_rope_layers"], 0
     if rotated is None:
         rotated = [(layer + 1) % settings["no_rope_layer_interval"] for layer in range(layers)]
@@ -494,7 +508,8 @@ def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int,
 
 
 def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Return the rows and columns of a block of FP8 weights that shares a scale; None if nothing is quantised."""
+    """Return the rows and columns of the blocks of FP8 weights, each of which has one scale. Returns None if no weights
+    are quantised."""
     asked = read_field(config, "quantization_config", None, where)
     if asked is None:
         return None
@@ -507,7 +522,10 @@ def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | N
 
 
 def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
-    """Return window and full_attention_every, from the width of the window and the layers that use it."""
+    """Return window and full_attention_every of config.Model.
+
+    If layer_types is absent, the first max_window_layers layers have full attention, and the others the window.
+    """
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
     if kinds is None:
@@ -527,8 +545,9 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
     """Return the content of config.json for a config.Model: the inverse of model_fields."""
     theirs = ARCHITECTURES[architecture]
-    values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours} | {
-        **{name: first for name, (first, *_) in theirs.limits.items()},
+    values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours}
+    values |= {name: allowed[0] for name, allowed in theirs.limits.items()}
+    values |= {
         "sliding_window": model.window or None,
         "use_sliding_window": model.window > 0,
         "max_window_layers": 0,
@@ -553,12 +572,15 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
 
 
 def class_for_export(model: Any) -> str:
-    """Return the class of transformers that computes this config.Model: the first whose config.json is read as the same
-    model.
+    """Return the name of the class that computes this config.Model.
 
-    Raises ValueError if there is none, and names the settings that each class lacks.
+    For each class in turn, we write the config.json that is nearest to the model, and read it again. The first class
+    for which that gives the same model is the one. Raises ValueError if there is none, and names the settings that each
+    class lacks.
     """
-    unused = {"preset", "mtp"} | ({"ffn"} if model.experts and not model.dense_layers else set())
+    unused = {"preset", "mtp"}  # fields that an export leaves out
+    if model.experts and not model.dense_layers:
+        unused.add("ffn")
     ours = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in unused}
     ours["v_head_dim"] = model.value_dim if model.kv_lora_rank else 0
     if model.rope_fast_turns == FAST_TURNS.get(model.rope_type):
@@ -580,7 +602,7 @@ def class_for_export(model: Any) -> str:
 
 
 def check_export(settings: Any) -> None:
-    """Check before training that --export-hf can write its model after the last step. Raises ValueError."""
+    """Raise ValueError, before training, if --export-hf could not write its model after the last step."""
     target, rate = settings.run.export_hf, settings.optim.router_bias_rate
     if target:
         need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
@@ -601,34 +623,41 @@ class Stored(NamedTuple):
     """Where the weights of a published model are."""
     folder: str
     architecture: str
-    tied: bool  # whether config.json says so
-    files: dict[str, tuple[str, str]]  # name in the class of transformers -> (file, name in this file)
-    block: tuple[int, int] | None  # rows and columns of FP8 weights that share a scale; None: nothing is quantised
+    tied: bool  # whether config.json ties the embedding and the head
+    files: dict[str, tuple[str, str]]  # name in the class -> (file, name in this file)
+    block: tuple[int, int] | None  # rows and columns of the blocks of FP8 weights; None: nothing is quantised
 
 
-SCALES = "_scale_inv"  # a tensor of scales is named like its FP8 weight, with this at the end
+SCALES = "_scale_inv"  # the scales of an FP8 weight are a tensor with the weight's name and this at the end
 
 
 def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
-    """Compare the names in `folder` with those of a config.Model. Returns lines to show to the user.
+    """Compare the names of the weights in `folder` with the names of a config.Model's weights. Returns lines to show to
+    the user.
 
-    Raises ValueError for weights that are missing and, unless allow_mismatch, for weights that the model does not use,
-    such as biases or more layers.
+    Raises ValueError if weights are missing. Unless allow_mismatch, also raises it if the folder has weights that the
+    model does not use, such as biases or more layers.
     """
     # 1. Missing: the model has the weight, the folder does not.
     stored = weights_in(folder)
-    names = [name for weight in weights_of(model) for name in names_stored(weight, stored)]
-    wanted = dict.fromkeys(name.format(e=e) for name in names for e in range(model.experts if "{e}" in name else 1))
+    wanted = []
+    for weight in weights_of(model):
+        for name in names_stored(weight, stored):
+            if "{e}" in name:
+                wanted += [name.format(e=e) for e in range(model.experts)]
+            else:
+                wanted.append(name)
     missing = [name for name in wanted if name not in stored.files]
 
-    # 2. Multi-token prediction: the folder's block and that of --mtp compute different things.
+    # 2. Multi-token prediction: the folder's block and the block of --mtp compute different things.
     mtp_names = prediction_block(stored)
     need(not mtp_names or not model.mtp or allow_mismatch,
          f"{folder}: has {some(mtp_names)} of a block for multi-token prediction that reads the last layer's result "
          "after the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give "
          "--allow-mismatch to initialise the block at random")
 
-    # 3. The head: with a tied embedding, it is a copy of it, or differs from it, and is then a weight of its own.
+    # 3. The head. If config.json ties it to the embedding, the folder may still have both. If they are equal, the head
+    #    is a copy that a tied model does not need. If they differ, it is a weight of its own.
     own_head = stored.tied and has_own_head(stored)
     known = {*wanted, *mtp_names}
     if model.tied and stored.tied and not own_head:
@@ -648,55 +677,57 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
 
 
 def prediction_block(stored: Stored) -> list[str]:
-    """Return the names of DeepSeek-V3's weights for multi-token prediction, which transformers leaves out, too.
+    """Return the names of DeepSeek-V3's weights for multi-token prediction, which transformers ignores.
 
-    They are all weights of a block that has an eh_proj: only a block for multi-token prediction has one.
+    They are the weights of each block that has an eh_proj. No other block has one.
     """
     prefixes = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
     return sorted(name for name in stored.files if name.startswith(prefixes))
 
 
 def some(names: list[str]) -> str:
+    """Return the first name, and how many more there are, for a message."""
     return "".join(names[:1]) + (f" and {len(names) - 1} more tensors" if names[1:] else "")
 
 
 def names_stored(name: str, stored: Stored) -> list[str]:
-    """Return `names_on_disk` as this folder spells them.
+    """Return a weight's names in a folder: `names_on_disk`, unless the folder uses other names.
 
-    transformers 5 fuses experts, and then also renames Mixtral's router. A tied weight may be stored under either name.
+    transformers 5 fuses experts into one tensor, and then also renames Mixtral's router. If embedding and head are
+    tied, the folder may have only one of them, by either name.
     """
     names = names_on_disk(name, stored.architecture)
-    head, embedding = NAMES["head"], NAMES["embedding"]
     if ".experts." in name or name.endswith(".router"):
         fused = names_on_disk(name, stored.architecture, FUSED_NAMES)
         return fused if fused[0] in stored.files else names
-    if stored.tied and names in ([head], [embedding]) and names[0] not in stored.files:
-        return [name for name in (head, embedding) if name in stored.files] or names
+    if stored.tied and name in ("embedding", "head") and names[0] not in stored.files:
+        other = NAMES["head" if name == "embedding" else "embedding"]
+        return [other] if other in stored.files else names
     return names
 
 
 def has_own_head(stored: Stored) -> bool:
-    """Return whether embedding and head are both in the folder, and differ. Bytes suffice: a copy keeps the dtype."""
-    if not {NAMES["embedding"], NAMES["head"]} <= stored.files.keys():
+    """Return whether the folder has both embedding and head, and they differ. We compare bytes, without torch."""
+    embedding, head = NAMES["embedding"], NAMES["head"]
+    if embedding not in stored.files or head not in stored.files:
         return False
     with contextlib.ExitStack() as files:
-        (one, size), (other, its_size) = (open_bytes(stored, NAMES[name], files) for name in ("embedding", "head"))
-        if size != its_size:
+        one, size = open_bytes(stored, embedding, files)
+        other, other_size = open_bytes(stored, head, files)
+        if size != other_size:
             return True
-        while size > 0:
-            count = min(size, BLOCK)
+        for start in range(0, size, BLOCK):
+            count = min(size - start, BLOCK)
             if one.read(count) != other.read(count):
                 return True
-            size -= count
     return False
 
 
 def source(folder: str) -> Source:
-    """Return the source of the weights in `folder`, in the dtype that they have there, on the CPU. FP8 weights become
-    fp32.
+    """Return the source of the weights in `folder`: on the CPU, in the dtype that they have there, FP8 weights in fp32.
 
-    It reads only the elements of the box and their scales. Raises ValueError, naming file and tensor, for what is
-    missing, damaged or has another shape.
+    The source reads only the elements of the box, and their scales. It raises ValueError, naming file and tensor, if a
+    tensor is missing or damaged, or has another shape.
     """
     import torch
 
@@ -707,21 +738,30 @@ def source(folder: str) -> Source:
         out = None
         for name, tensor_box in boxes_on_disk(spec, names_stored(spec.name, stored)):
             common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, tensor_box))
-            if all(s.start < s.stop for s in common):
-                values = read_tensor(stored, opened, name, box_shape(tensor_box), relative(common, tensor_box))
-                if common == box:
-                    return values.reshape(box_shape(box))
-                out = values.new_empty(box_shape(box)) if out is None else out
-                out[relative(common, box)] = values.reshape(box_shape(common))
-        return torch.zeros(box_shape(box)) if out is None else out  # no tensor on disk: a router's bias
+            if any(s.start >= s.stop for s in common):
+                continue  # the box has nothing of this tensor
+            values = read_tensor(stored, opened, name, box_shape(tensor_box), relative(common, tensor_box))
+            if common == box:  # the box has nothing of another tensor
+                return values.reshape(box_shape(box))
+            if out is None:
+                out = values.new_empty(box_shape(box))
+            out[relative(common, box)] = values.reshape(box_shape(common))
+        if out is None:  # a router's bias, for which there is no tensor
+            out = torch.zeros(box_shape(box))
+        return out
     return read_box
 
 
 def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Read the box of a tensor on disk, which must have this shape. opened: open files, to which this one is added."""
+    """Return a box of a tensor on disk.
+
+    shape: the shape that the whole tensor must have. For an expert's matrix, it begins with a 1, and so does the box
+    with a slice, which the tensor on disk does not have.
+    opened: the open files, by path, to which this function adds the tensor's file
+    """
     place, tensor = find_tensor(stored, opened, name)
     got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    if len(shape) == 3 and shape[0] == 1 and len(got) < 3:  # an expert's own matrix
+    if len(shape) == 3 and shape[0] == 1 and len(got) < 3:
         shape, box = shape[1:], box[1:]
     need(got == shape, f"{place} has the shape {got}, the model asks for {shape}")
     if dtype == "F8_E4M3" and stored.block and name + SCALES in stored.files:
@@ -734,22 +774,25 @@ def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
 
 
 def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Return the scale of each element in a box of an FP8 weight. shape: of the whole weight."""
+    """Return the scale of each element in a box of an FP8 weight.
+
+    The tensor of scales has one element for each block of stored.block rows and columns. shape: the shape of the weight
+    """
     import torch
     place, tensor = find_tensor(stored, opened, name + SCALES)
     got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    grid = (*shape[:-2], *(-(-n // size) for n, size in zip(shape[-2:], stored.block)))
+    grid = (*shape[:-2], *(math.ceil(n / size) for n, size in zip(shape[-2:], stored.block)))
     need(got == grid, f"{place} has the shape {got}, a scale for each block would be {grid}")
     need(dtype in ("F32", "BF16"), f"{place} is {dtype}: scales must be F32 or BF16")
-    blocks = [slice(s.start // size, -(-s.stop // size)) for s, size in zip(box[-2:], stored.block)]
+    blocks = [slice(s.start // size, math.ceil(s.stop / size)) for s, size in zip(box[-2:], stored.block)]
     scales = tensor[(*box[:-2], *blocks)].float()
-    for dim, s, size in zip((-2, -1), box[-2:], stored.block):
+    for dim, s, size in zip((-2, -1), box[-2:], stored.block):  # repeat each scale for the elements of its block
         scales = scales.index_select(dim, torch.arange(s.start, s.stop) // size - s.start // size)
     return scales
 
 
 def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str, Any]:
-    """Return (file and name, for messages; the tensor on disk, of which nothing is read yet)."""
+    """Return where a tensor is, as file and name for messages, and the tensor, whose values are not read yet."""
     from safetensors import SafetensorError
     need(name in stored.files, f"{stored.folder}: has no tensor {name}, which the model asks for")
     file, key = stored.files[name]
@@ -762,12 +805,13 @@ def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str,
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return the box, counted from where `origin` begins."""
+    """Return a box in coordinates whose zero is the beginning of `origin`."""
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin))
 
 
 def weights_in(folder: str) -> Stored:
-    """Find the weights. If there are both a single file and an index, use the single file, as transformers does."""
+    """Find the weights in a folder. If it has both a single file and an index, use the single file, as transformers
+    does. Raises ValueError if files are missing, or are of another format."""
     where, path = os.path.join(folder, "config.json"), os.path.join(folder, INDEX)
     config = read_json(where)
     architecture, tied = read_architecture(config, where), config.get("tie_word_embeddings", False)
@@ -792,8 +836,8 @@ def weights_in(folder: str) -> Stored:
 
 
 def plain_name(key: str) -> str:
-    """Return the name of a tensor in a class of transformers: without what wrappers add, and with the "model." that is
-    missing if the class was saved without its head."""
+    """Return the name that a tensor has in the class: without the parts that wrappers add, and with the "model." that
+    is missing if a model was saved without its head."""
     name = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
@@ -868,22 +912,26 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
            published: str = "", tokens: dict[str, Any] | None = None, shard_bytes: int = 5 * 10**9, seq: int = 2048,
            write_tokenizer: Callable[[], Any] = lambda: None,
            together: Callable[[Callable], Any] = lambda work: work()) -> None:
-    """Write a config.Model and its parameters as transformers opens them. Complete when all ranks have returned.
+    """Write a config.Model and its parameters as transformers opens them. All ranks call it, and the export is complete
+    when all of them have returned.
 
-    An earlier export in the folder is replaced. From its first file to the last one, the folder has no config.json, so
-    nobody opens a mixture of both, even if the export is killed.
+    An earlier export in the folder is replaced. While files are written, the folder has no config.json. So nobody opens
+    a mixture of two exports, even if this one is killed.
 
     specs: all parameters, in the same order on each rank. Multi-token prediction is left out: transformers lacks it.
-    source: returns any box of these parameters.
-    dtype: "bf16", "fp16" or "fp32".
-    rank: this rank. It writes every world-th shard, holding one at a time. Rank 0 also writes the other files.
-    published: the folder of the model that training began with, whose settings of generation are kept; "": none.
-    tokens: the special tokens, by the names in TOKENS; None: none.
-    shard_bytes: the largest size of a shard that has more than one tensor.
-    seq: the longest trained sample, in tokens; max_position_embeddings is this or the published one, if that is longer.
-    write_tokenizer: writes the tokenizer's files into the folder. Rank 0 calls it.
-    together: calls a function on all ranks, and returns its result when all have finished.
-    Raises ValueError for what `class_for_export` refuses, and for a folder that cannot be written to.
+    source: a function that returns any box of these parameters
+    dtype: "bf16", "fp16" or "fp32"
+    rank, world: this rank, and the number of ranks. A rank writes every world-th shard, and holds one at a time. Rank 0
+        also writes the other files.
+    published: the folder of the model that training began with; its generation_config.json is kept. "": there is none
+    tokens: the ids of special tokens, by the names in TOKENS
+    shard_bytes: the largest size of a shard, unless the shard has only one tensor
+    seq: the longest sample in training, in tokens. max_position_embeddings is the larger one of this and the published
+        one.
+    write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it
+    together: calls a function on all ranks, and returns its result when all have finished
+
+    Raises ValueError if no class computes the model, or if the folder cannot be written to.
     """
     import torch
     architecture = class_for_export(model)
@@ -924,20 +972,20 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
 
 def json_of_export(model: Any, architecture: str, dtype: str, published: str, tokens: dict[str, Any],
                    seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and generation_config.json. The arguments are those of `export`."""
+    """Return the contents of config.json and generation_config.json. `export` describes the arguments."""
     theirs, generation = published_json(published)
     longest = theirs.get("max_position_embeddings", 0)
     longest = max(seq, longest) if is_of_kind(longest, 1) else seq
-    # With dynamic rotary scaling, config_of has a max_position_embeddings, which wins: the scaling begins there.
+    # With dynamic rotary scaling, max_position_embeddings is where the scaling begins. config_of sets it, and wins.
     config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
-    # Write all TOKENS, even null: for absent ones transformers would use Llama 2's.
+    # Write all TOKENS, even as null: if one is absent, transformers uses Llama 2's.
     config |= dict.fromkeys(TOKENS) | tokens
     generation |= {name: config[name] for name in TOKENS if config[name] is not None}
     return config, generation
 
 
 def write_index(folder: str, shards: dict[str, dict[str, tuple[Spec, Box]]], dtype: torch.dtype) -> None:
-    """Write which of several shards holds which tensor, and remove the weights of an earlier export."""
+    """Write the index of several shards, and remove the weights of an earlier export."""
     for old in os.listdir(folder):  # transformers would prefer an old model.safetensors to a new index
         if old == INDEX or (re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old) and old not in shards):
             os.remove(os.path.join(folder, old))
@@ -961,17 +1009,21 @@ def published_json(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def published_tokens(folder: str) -> dict[str, list[int]]:
     """Return the special tokens of a published model: name in TOKENS -> the tokens, [] if there are none."""
+    config, generation = published_json(folder)
     found = {}
     for name in TOKENS:
-        # generation_config.json comes first, because transformers generates by its tokens.
-        values = [content.get(name) for content in reversed(published_json(folder))]
-        lists = [value if isinstance(value, list) else [value] for value in values]
-        found[name] = [*dict.fromkeys(token for token in sum(lists, []) if type(token) is int and token >= 0)]
+        found[name] = []
+        for content in (generation, config):  # in this order, because transformers generates by the first
+            value = content.get(name)
+            for token in value if isinstance(value, list) else [value]:
+                if type(token) is int and token >= 0 and token not in found[name]:
+                    found[name].append(token)
     return found
 
 
 def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter in an export of `dtype`: transformers keeps routers' biases in fp32."""
+    """Return the dtype of a parameter in an export. It is `dtype`, except that transformers keeps routers' biases in
+    fp32."""
     import torch
     return torch.float32 if spec.name.endswith(".router.bias") else dtype
 
@@ -983,7 +1035,7 @@ def bytes_on_disk(spec: Spec, box: Box, dtype: torch.dtype) -> int:
 
 def plan_shards(specs: list[Spec], architecture: str, dtype: torch.dtype,
                 shard_bytes: int) -> dict[str, dict[str, tuple[Spec, Box]]]:
-    """Return file -> name of a tensor -> (its parameter, its box of the parameter). dtype: the dtype of weights."""
+    """Return the content of each shard: file -> name of a tensor -> (its parameter, its box of the parameter)."""
     shards, room = [{}], shard_bytes
     for spec in specs:
         for name, box in tensors_on_disk(spec, architecture):
