@@ -87,12 +87,13 @@ SOME_FILES = 20  # of the standard library, for a run without steps that only co
 class Corpus:
     """The files of `paths` end to end, as one read-only array of tokens.
 
-    paths: files and folders, of text or of tokens; none: the Python standard library's sources
+    paths: files and folders, of text or of tokens. [] is the Python standard library's sources.
     vocab: every token must be below it
-    dtype: the dtype of .bin files without a header; auto: it is recognised from their bytes
-    separator: the token that begins a document in token files; -1: documents begin where the format says so, and a file
-        whose format does not say it is one document
-    weights: a whole number for each path, which then is a source of its own; none: all files are one source
+    dtype: the dtype of .bin files without a header. auto recognises it from their bytes.
+    separator: the token that begins a document in token files. With -1, documents begin where the
+        file's format says so. If the format says nothing, a file is one document.
+    weights: a whole number for each path, which is then a source of its own. Without weights, all
+        files are one source.
 
     Raises ValueError naming the file that is missing, empty, truncated or in another format.
     """
@@ -276,7 +277,7 @@ class MicroBatch(NamedTuple):
 class Samples:
     """The samples of a corpus: number 0, 1, 2 … without end.
 
-    seed: the seed of the order, which differs from epoch to epoch; None: the order of the stream
+    seed: the seed of the order, which differs from epoch to epoch. None keeps the stream's order.
     mask_documents: give positions and documents in each micro-batch
 
     Raises ValueError for a corpus shorter than one sample.

@@ -6,13 +6,13 @@
     export            a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
     copy_tokenizer    the files of a tokenizer -> another folder
 
-Each class of transformers that we read and write, such as LlamaForCausalLM, has an entry in ARCHITECTURES. "The class"
-always means one of them. A config.json that asks for something that our model does not implement is refused. So is the
-export of a model that no class computes.
+Each class of transformers that we read and write, such as LlamaForCausalLM, has an entry in
+ARCHITECTURES. "The class" always means one of them. A config.json that asks for something that our
+model does not implement is refused. So is the export of a model that no class computes.
 
-On disk, weights have other names, and experts are stored differently. Our experts are stacked in one parameter. On
-disk, each expert has matrices of its own. This is such a parameter of layer 7, for E experts, F = ffn and H = hidden,
-and the ends of the names of its tensors on disk:
+On disk, weights have other names, and experts are stored differently. Our experts are stacked in
+one parameter. On disk, each expert has matrices of its own. This is such a parameter of layer 7,
+for E experts, F = ffn and H = hidden, and the ends of the names of its tensors on disk:
 
     layers.7.experts.w_gate_up [E, 2F, H]     expert 0             expert 1             ...
                                rows 0 .. F    0.gate_proj.weight   1.gate_proj.weight
@@ -20,9 +20,10 @@ and the ends of the names of its tensors on disk:
 
 The full name of the last one is model.layers.7.mlp.experts.1.up_proj.weight.
 
-A box is a block of a parameter: a tuple of slices, one per dimension (core/param.py). `boxes_on_disk` returns the
-tensors on disk that make up a parameter, and the box that each of them is. An export names them as the class does
-(`names_on_disk`). A folder that we read may use other names, because versions of transformers differ (`names_stored`).
+A box is a block of a parameter: a tuple of slices, one per dimension (core/param.py).
+`boxes_on_disk` returns the tensors on disk that make up a parameter, and the box that each of them
+is. An export names them as the class does (`names_on_disk`). A folder that we read may use other
+names, because versions of transformers differ (`names_stored`).
 
 run/cli.py reads config.json before torch is imported, so only functions import torch here.
 """
@@ -57,8 +58,8 @@ MORE_TEMPLATES = "additional_chat_templates"  # a folder of chat templates, besi
 
 # ---- names of weights -----------------------------------------------------------------------------------------------
 
-# Our name of a weight: the class's name. Names in layer 7 also begin with "layers.7." here, and with "model.layers.7."
-# in the class.
+# Our name of a weight: the class's name. Names in layer 7 also begin with "layers.7." here, and
+# with "model.layers.7." in the class.
 NAMES = {
     "embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
     "attention_norm": "input_layernorm.weight", "ffn_norm": "post_attention_layernorm.weight",
@@ -70,8 +71,8 @@ NAMES = {
     "ffn.w_gate": "mlp.gate_proj.weight", "ffn.w_up": "mlp.up_proj.weight", "ffn.w_down": "mlp.down_proj.weight",
     "ffn.b_gate": "mlp.gate_proj.bias", "ffn.b_up": "mlp.up_proj.bias", "ffn.b_down": "mlp.down_proj.bias",
 }
-# A name with {e} is a name of one tensor per expert: {e} is the expert's number. If there are two names, our rows are
-# those of the first tensor, and then those of the second.
+# {e} stands for the number of an expert: each expert has a tensor of its own. If there are two
+# names, the first tensor has the first half of our rows, and the second tensor has the second half.
 MIXTRAL_NAMES = NAMES | {
     "router": "block_sparse_moe.gate.weight",
     "experts.w_gate_up": "block_sparse_moe.experts.{e}.w1.weight block_sparse_moe.experts.{e}.w3.weight",
@@ -102,7 +103,7 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 # ---- what the classes of transformers compute -----------------------------------------------------------------------
 
 class Architecture(NamedTuple):
-    """A class of transformers: the fields of config.json that it reads, and its names of weights."""
+    """A class of transformers: which fields of config.json it reads, and its names of weights."""
     model_type: str
     defaults: dict[str, Any]  # each field that the class reads -> its value if it is absent; None: there is no default
     names: dict[str, str] = NAMES
@@ -120,23 +121,25 @@ class Architecture(NamedTuple):
 
 
 class JsonField(NamedTuple):
-    """A field of config.json, and which values we allow. A number must be above 0, also in a list."""
+    """A field of config.json, and its allowed values. A number must be above 0, also in a list."""
     kind: Any  # bool, int, float, str, dict, list[int] or list[str]
     ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
     zero: bool = False  # whether numbers may also be 0
     null: bool = False  # whether the field may be null
-    only: tuple = ()  # the allowed values if the class does not read the field; the first is the default; (): any
+    only: tuple = ()  # the only values that a class may have that does not read the field; the first is the default
 
 
-# The fields of config.json that we know. A value is checked by the first of these rules that applies to its field:
+# The fields of config.json that we know. The first rule that applies to a field says which values
+# are allowed:
 #
-# 1. The class has `limits` for the field: it must have one of these values.
-# 2. The class reads the field, which is then in the class's `defaults`: it may have any value of its kind.
-# 3. The field has `only`: it must be absent, or have one of these values.
-# 4. The field is layer_types: it must be absent or null.
+# 1. If the class has `limits` for the field, only the values in `limits` are allowed.
+# 2. If the class reads the field, which is then in the class's `defaults`, all values of its kind are
+#    allowed.
+# 3. If the field has `only`, it must be absent, or have a value in `only`.
+# 4. layer_types must be absent or null.
 #
-# All other fields are ignored. read_rope and read_quantization read the fields for rotary embeddings and quantization,
-# and obey `only` for every class.
+# All other fields are ignored. read_rope and read_quantization read the fields for rotary
+# embeddings and quantization, and allow only the values in `only`, for every class.
 FIELDS = {
     "vocab_size": JsonField(int, "vocab"),
     "hidden_size": JsonField(int, "hidden"),
@@ -217,7 +220,7 @@ ROPE = {  # rope_type: the fields that may be in rope_parameters or rope_scaling
 
 
 def llama_defaults(**changes: Any) -> dict[str, Any]:
-    """Return Llama's defaults with these changes, for a class that reads Llama's fields, and others."""
+    """Return Llama's defaults with changes, for a class that reads Llama's fields and others."""
     # None: config.json must have the field. Only num_key_value_heads and head_dim may be absent.
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                 "head_dim", "num_key_value_heads")
@@ -261,10 +264,12 @@ ARCHITECTURES = {  # with the defaults of transformers 5.23
 # ---- which tensors on disk a parameter is ---------------------------------------------------------------------------
 
 def names_on_disk(name: str, architecture: str, names: dict[str, str] | None = None) -> list[str]:
-    """Return a weight's names in a class: "layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"].
+    """Return a weight's names in a class.
 
-    {e} in a name stands for the number of an expert. The list is empty for the bias of a router if the class has none:
-    such a bias is 0.
+    "layers.7.attention.wq" -> ["model.layers.7.self_attn.q_proj.weight"]
+
+    {e} in a name stands for the number of an expert. The list is empty for the bias of a router if
+    the class has none: such a bias is 0.
 
     names: a table to use instead of the class's own
     """
@@ -282,7 +287,7 @@ def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
 
 
 def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
-    """Return `tensors_on_disk` if the tensors have these names, in which {e} stands for the number of an expert."""
+    """Return `tensors_on_disk` for tensors with these names. {e} is the number of an expert."""
     if len(spec.shape) < 3 or "{e}" not in names[0]:  # one tensor, also of all experts
         return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
@@ -296,7 +301,7 @@ def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
 
 
 def weights_of(model: Any) -> Iterator[str]:
-    """Yield our names of a config.Model's weights and of its routers' biases. Multi-token prediction is left out."""
+    """Yield our names of a model's weights and routers' biases, without multi-token prediction."""
     names = dict.fromkeys(ours for architecture in ARCHITECTURES.values() for ours in architecture.names)
     whole = ("embedding", "norm", "head")  # of the whole model; all others are in each layer
     yield from whole[:2] if model.tied else whole
@@ -321,10 +326,11 @@ def has_weight(model: Any, layer: int, name: str) -> bool:
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the fields of config.Model of the model in `folder`. Raises ValueError for a model that ours cannot be.
+    """Return the fields of config.Model that make it the model in `folder`. Raises ValueError if
+    there are none.
 
-    If config.json ties embedding and head, but the folder has weights of both that differ, they are not tied, as in
-    transformers.
+    config.json may tie embedding and head. If the folder nevertheless has both, and they differ,
+    they are not tied. transformers does the same.
     """
     where = os.path.join(folder, "config.json")
     model = model_fields(read_json(where), where)
@@ -356,11 +362,12 @@ def read_architecture(config: dict[str, Any], where: str) -> str:
 
 
 def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple | None = None) -> Any:
-    """Return the value of a field of config.json, or the default if it is absent. Raises ValueError for other values
-    than the allowed ones.
+    """Return the value of a field of config.json, or the default if it is absent. Raises ValueError
+    if the value is not allowed.
 
     where: the path of config.json, for messages
-    only: the only allowed values. (): all values of the field's kind are allowed. None: the field's `only` in FIELDS.
+    only: the allowed values. With (), all values of the field's kind are allowed. With None, those
+        in FIELDS.
     """
     field, value = FIELDS[name], config.get(name, default)
     only = field.only if only is None else only
@@ -382,8 +389,8 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
 
 
 def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
-    """Return the fields that the class reads, with their values. Raises ValueError if a field, also of those that it
-    does not read, has a value that is not allowed (see FIELDS)."""
+    """Return the fields that the class reads, with their values. Raises ValueError if any field has
+    a value that is not allowed (see FIELDS)."""
     only = {name: field.only for name, field in FIELDS.items() if field.only and name not in architecture.defaults}
     only |= {"model_type": (architecture.model_type,)} | architecture.limits
     if "layer_types" not in architecture.defaults:
@@ -395,10 +402,10 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of config.Model that config.json asks for. where: the path of config.json, for messages."""
+    """Return the fields of config.Model that config.json asks for. where: its path, for messages"""
     architecture = ARCHITECTURES[read_architecture(config, where)]
-    # The object for rotary embeddings. transformers 4 names it rope_scaling, and 5 rope_parameters. In older files,
-    # rope_type is "type".
+    # The object for rotary embeddings. transformers 4 names it rope_scaling, and 5 rope_parameters.
+    # In older files, rope_type is "type".
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}
     need(isinstance(rope, dict), f"{where}: {name} {json.dumps(rope)}: must be an object or null")
@@ -425,12 +432,12 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where: str) -> dict[str, Any]:
-    """Return the fields of config.Model that scale rotary frequencies. Raises ValueError for a field that is missing,
-    not allowed, or of another rope_type.
+    """Return the fields of config.Model that scale rotary frequencies. Raises ValueError for a
+    field that is missing, not allowed, or of another rope_type.
 
     config: the content of config.json, with the entries of `rope` at its top level
     rope: the object rope_parameters or rope_scaling
-    latent: whether the class also multiplies attention scores by a factor that follows from mscale_all_dim
+    latent: whether the class also multiplies attention scores by a factor from mscale_all_dim
     """
     kind = config["rope_type"]
     for name in sorted(rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE[kind]}):
@@ -489,8 +496,8 @@ def rope_of(model: Any) -> dict[str, Any] | None:
 def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int, list[str]]:
     """Return no_rope_every of config.Model, and layer_types, for a SmolLM3.
 
-    Its list no_rope_layers has a 0 for each layer without rotary embedding, and a 1 for each other layer. If there is
-    no list, every no_rope_layer_interval-th layer has no rotary embedding.
+    Its list no_rope_layers has a 0 for each layer without rotary embedding, and a 1 for each other
+    layer. If there is no list, every no_rope_layer_interval-th layer has no rotary embedding.
     """
     layers, rotated, every = settings["num_hidden_layers"], settings["no_rope_layers"], 0
     if rotated is None:
@@ -508,8 +515,7 @@ def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int,
 
 
 def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Return the rows and columns of the blocks of FP8 weights, each of which has one scale. Returns None if no weights
-    are quantised."""
+    """Return how many rows and columns of an FP8 weight share one scale; None without FP8."""
     asked = read_field(config, "quantization_config", None, where)
     if asked is None:
         return None
@@ -524,7 +530,8 @@ def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | N
 def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
     """Return window and full_attention_every of config.Model.
 
-    If layer_types is absent, the first max_window_layers layers have full attention, and the others the window.
+    If layer_types is absent, the first max_window_layers layers have full attention, and the others
+    the window.
     """
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
@@ -574,9 +581,9 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
 def class_for_export(model: Any) -> str:
     """Return the name of the class that computes this config.Model.
 
-    For each class in turn, we write the config.json that is nearest to the model, and read it again. The first class
-    for which that gives the same model is the one. Raises ValueError if there is none, and names the settings that each
-    class lacks.
+    For each class in turn, we write the config.json that is nearest to the model, and read it
+    again. The first class for which that gives the same model is the one. Raises ValueError if
+    there is none, and names the settings that each class lacks.
     """
     unused = {"preset", "mtp"}  # fields that an export leaves out
     if model.experts and not model.dense_layers:
@@ -602,7 +609,7 @@ def class_for_export(model: Any) -> str:
 
 
 def check_export(settings: Any) -> None:
-    """Raise ValueError, before training, if --export-hf could not write its model after the last step."""
+    """Raise ValueError before training if --export-hf could not write the model after it."""
     target, rate = settings.run.export_hf, settings.optim.router_bias_rate
     if target:
         need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
@@ -632,11 +639,11 @@ SCALES = "_scale_inv"  # the scales of an FP8 weight are a tensor with the weigh
 
 
 def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
-    """Compare the names of the weights in `folder` with the names of a config.Model's weights. Returns lines to show to
-    the user.
+    """Compare the names of the weights in `folder` with the names of a config.Model's weights.
+    Returns lines to show to the user.
 
-    Raises ValueError if weights are missing. Unless allow_mismatch, also raises it if the folder has weights that the
-    model does not use, such as biases or more layers.
+    Raises ValueError if weights are missing. Unless allow_mismatch, also raises it if the folder
+    has weights that the model does not use, such as biases or more layers.
     """
     # 1. Missing: the model has the weight, the folder does not.
     stored = weights_in(folder)
@@ -656,8 +663,9 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
          "after the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give "
          "--allow-mismatch to initialise the block at random")
 
-    # 3. The head. If config.json ties it to the embedding, the folder may still have both. If they are equal, the head
-    #    is a copy that a tied model does not need. If they differ, it is a weight of its own.
+    # 3. The head. If config.json ties it to the embedding, the folder may still have both. If they
+    #    are equal, the head is a copy that a tied model does not need. If they differ, it is a weight
+    #    of its own.
     own_head = stored.tied and has_own_head(stored)
     known = {*wanted, *mtp_names}
     if model.tied and stored.tied and not own_head:
@@ -677,9 +685,9 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
 
 
 def prediction_block(stored: Stored) -> list[str]:
-    """Return the names of DeepSeek-V3's weights for multi-token prediction, which transformers ignores.
+    """Return the names of DeepSeek-V3's weights for multi-token prediction.
 
-    They are the weights of each block that has an eh_proj. No other block has one.
+    transformers ignores these weights. They are the weights of each block that has an eh_proj. No other block has one.
     """
     prefixes = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
     return sorted(name for name in stored.files if name.startswith(prefixes))
@@ -693,8 +701,8 @@ def some(names: list[str]) -> str:
 def names_stored(name: str, stored: Stored) -> list[str]:
     """Return a weight's names in a folder: `names_on_disk`, unless the folder uses other names.
 
-    transformers 5 fuses experts into one tensor, and then also renames Mixtral's router. If embedding and head are
-    tied, the folder may have only one of them, by either name.
+    transformers 5 fuses experts into one tensor, and then also renames Mixtral's router. If
+    embedding and head are tied, the folder may have only one of them, by either name.
     """
     names = names_on_disk(name, stored.architecture)
     if ".experts." in name or name.endswith(".router"):
@@ -707,7 +715,7 @@ def names_stored(name: str, stored: Stored) -> list[str]:
 
 
 def has_own_head(stored: Stored) -> bool:
-    """Return whether the folder has both embedding and head, and they differ. We compare bytes, without torch."""
+    """Return whether the folder has both embedding and head, and their bytes differ."""
     embedding, head = NAMES["embedding"], NAMES["head"]
     if embedding not in stored.files or head not in stored.files:
         return False
@@ -724,10 +732,11 @@ def has_own_head(stored: Stored) -> bool:
 
 
 def source(folder: str) -> Source:
-    """Return the source of the weights in `folder`: on the CPU, in the dtype that they have there, FP8 weights in fp32.
+    """Return the source of the weights in `folder`. Its tensors are on the CPU, in the dtype of the
+    folder, or in fp32 if that is FP8.
 
-    The source reads only the elements of the box, and their scales. It raises ValueError, naming file and tensor, if a
-    tensor is missing or damaged, or has another shape.
+    The source reads only the elements of the box, and their scales. It raises ValueError, naming
+    file and tensor, if a tensor is missing or damaged, or has another shape.
     """
     import torch
 
@@ -755,8 +764,8 @@ def source(folder: str) -> Source:
 def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
     """Return a box of a tensor on disk.
 
-    shape: the shape that the whole tensor must have. For an expert's matrix, it begins with a 1, and so does the box
-    with a slice, which the tensor on disk does not have.
+    shape: the shape that the whole tensor must have. For an expert's matrix, it begins with a 1,
+    and so does the box with a slice, which the tensor on disk does not have.
     opened: the open files, by path, to which this function adds the tensor's file
     """
     place, tensor = find_tensor(stored, opened, name)
@@ -776,7 +785,9 @@ def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
 def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
     """Return the scale of each element in a box of an FP8 weight.
 
-    The tensor of scales has one element for each block of stored.block rows and columns. shape: the shape of the weight
+    The tensor of scales has one element for each block of stored.block rows and columns.
+
+    shape: the shape of the whole weight
     """
     import torch
     place, tensor = find_tensor(stored, opened, name + SCALES)
@@ -792,7 +803,7 @@ def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
 
 
 def find_tensor(stored: Stored, opened: dict[str, Any], name: str) -> tuple[str, Any]:
-    """Return where a tensor is, as file and name for messages, and the tensor, whose values are not read yet."""
+    """Return a tensor's file and name, for messages, and the tensor, which is not read yet."""
     from safetensors import SafetensorError
     need(name in stored.files, f"{stored.folder}: has no tensor {name}, which the model asks for")
     file, key = stored.files[name]
@@ -810,8 +821,8 @@ def relative(box: Box, origin: Box) -> Box:
 
 
 def weights_in(folder: str) -> Stored:
-    """Find the weights in a folder. If it has both a single file and an index, use the single file, as transformers
-    does. Raises ValueError if files are missing, or are of another format."""
+    """Find the weights in a folder. If it has both a single file and an index, use the single file,
+    as transformers does. Raises ValueError if files are missing, or are of another format."""
     where, path = os.path.join(folder, "config.json"), os.path.join(folder, INDEX)
     config = read_json(where)
     architecture, tied = read_architecture(config, where), config.get("tie_word_embeddings", False)
@@ -836,8 +847,8 @@ def weights_in(folder: str) -> Stored:
 
 
 def plain_name(key: str) -> str:
-    """Return the name that a tensor has in the class: without the parts that wrappers add, and with the "model." that
-    is missing if a model was saved without its head."""
+    """Return the name that a tensor has in the class: without the parts that wrappers add, and with
+    the "model." that is missing if a model was saved without its head."""
     name = ".".join(part for part in key.split(".") if part not in WRAPPERS)
     return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
@@ -871,16 +882,19 @@ def is_inside(path: str) -> bool:
 # ---- tokenizers ---------------------------------------------------------------------------------------------------
 
 def owns_folder(tokenizer: Path) -> bool:
-    """Return whether the files beside a tokenizer belong to it. They do unless they lie beside another tokenizer whose
-    name is tokenizer.json, and then belong to that one."""
+    """Return whether the files beside a tokenizer, such as chat templates, belong to it.
+
+    Files beside tokenizer.json belong to it, and not to another tokenizer with another name.
+    """
     other = tokenizer.with_name("tokenizer.json")
     return tokenizer == other or not other.is_file() or other.read_bytes() == tokenizer.read_bytes()
 
 
 def tokenizer_files(tokenizer: Path) -> list[Path]:
-    """Return the files that transformers reads for a tokenizer: those beside it that belong to it, and then itself.
+    """Return the files that transformers reads for a tokenizer; the tokenizer itself is the last.
 
-    The tokenizer.json may be missing: older models have only a tokenizer.model.
+    tokenizer: a tokenizer.json, or the same with another name. Older models lack it, and have a
+    tokenizer.model instead.
     """
     files = []
     if owns_folder(tokenizer):
@@ -890,11 +904,10 @@ def tokenizer_files(tokenizer: Path) -> list[Path]:
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer into another folder, over files that are there. The copy of `tokenizer` is named
-    tokenizer.json.
+    """Copy the files of a tokenizer into another folder, where its name is tokenizer.json.
 
-    A process that is killed while it copies leaves no half of a file. tokenizer.json is copied last: a folder that has
-    it has the other files.
+    Files there are replaced. tokenizer.json is copied last. So if a folder has it, it also has the
+    other files, even if a copy was killed. No file is ever half a copy.
     """
     for file in tokenizer_files(tokenizer):
         name = "tokenizer.json" if file == tokenizer else file.relative_to(tokenizer.parent)
@@ -912,22 +925,23 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
            published: str = "", tokens: dict[str, Any] | None = None, shard_bytes: int = 5 * 10**9, seq: int = 2048,
            write_tokenizer: Callable[[], Any] = lambda: None,
            together: Callable[[Callable], Any] = lambda work: work()) -> None:
-    """Write a config.Model and its parameters as transformers opens them. All ranks call it, and the export is complete
-    when all of them have returned.
+    """Write a config.Model and its parameters as transformers opens them. All ranks call it, and
+    the export is complete when all of them have returned.
 
-    An earlier export in the folder is replaced. While files are written, the folder has no config.json. So nobody opens
-    a mixture of two exports, even if this one is killed.
+    An earlier export in the folder is replaced. While files are written, the folder has no
+    config.json. So nobody opens a mixture of two exports, even if this one is killed.
 
     specs: all parameters, in the same order on each rank. Multi-token prediction is left out: transformers lacks it.
     source: a function that returns any box of these parameters
     dtype: "bf16", "fp16" or "fp32"
-    rank, world: this rank, and the number of ranks. A rank writes every world-th shard, and holds one at a time. Rank 0
-        also writes the other files.
-    published: the folder of the model that training began with; its generation_config.json is kept. "": there is none
+    rank, world: this rank, and the number of ranks. A rank writes every world-th shard, and holds
+        one at a time. Rank 0 also writes the other files.
+    published: the folder of the model that training began with, whose generation_config.json is
+        kept; "": there is none
     tokens: the ids of special tokens, by the names in TOKENS
     shard_bytes: the largest size of a shard, unless the shard has only one tensor
-    seq: the longest sample in training, in tokens. max_position_embeddings is the larger one of this and the published
-        one.
+    seq: the longest sample in training, in tokens. max_position_embeddings is at least this, and at
+        least the published one.
     write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it
     together: calls a function on all ranks, and returns its result when all have finished
 
@@ -972,11 +986,12 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
 
 def json_of_export(model: Any, architecture: str, dtype: str, published: str, tokens: dict[str, Any],
                    seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and generation_config.json. `export` describes the arguments."""
+    """Return the contents of config.json and generation_config.json, for arguments of `export`."""
     theirs, generation = published_json(published)
     longest = theirs.get("max_position_embeddings", 0)
     longest = max(seq, longest) if is_of_kind(longest, 1) else seq
-    # With dynamic rotary scaling, max_position_embeddings is where the scaling begins. config_of sets it, and wins.
+    # With dynamic rotary scaling, max_position_embeddings is where the scaling begins. config_of
+    # sets it, and wins.
     config = {"max_position_embeddings": longest} | config_of(model, architecture) | {"torch_dtype": DTYPES[dtype]}
     # Write all TOKENS, even as null: if one is absent, transformers uses Llama 2's.
     config |= dict.fromkeys(TOKENS) | tokens
@@ -1022,8 +1037,7 @@ def published_tokens(folder: str) -> dict[str, list[int]]:
 
 
 def dtype_on_disk(spec: Spec, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter in an export. It is `dtype`, except that transformers keeps routers' biases in
-    fp32."""
+    """Return a parameter's dtype in an export: fp32 for routers' biases, as in transformers."""
     import torch
     return torch.float32 if spec.name.endswith(".router.bias") else dtype
 
@@ -1035,7 +1049,7 @@ def bytes_on_disk(spec: Spec, box: Box, dtype: torch.dtype) -> int:
 
 def plan_shards(specs: list[Spec], architecture: str, dtype: torch.dtype,
                 shard_bytes: int) -> dict[str, dict[str, tuple[Spec, Box]]]:
-    """Return the content of each shard: file -> name of a tensor -> (its parameter, its box of the parameter)."""
+    """Return the shards: file -> name of a tensor -> (its parameter, its box of the parameter)."""
     shards, room = [{}], shard_bytes
     for spec in specs:
         for name, box in tensors_on_disk(spec, architecture):

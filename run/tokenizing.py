@@ -2,23 +2,30 @@
 
     tokenizer.json    what a model's publisher trained: text -> ids
     tokens.about      beside tokens.bin, in JSON: the tokens that end a text or an answer, and the chat template
-    Codec             the same for a prompt and for what a model answers; bytes without a tokenizer
+    Codec             turns a prompt into ids, and the ids that a model generates into text; without a tokenizer, a
+                      byte is an id
     tokenize          files of texts and conversations -> tokens.bin, with tokenizer.json beside it
-    tokens_of         the same as a run begins, for a pretrained model and texts; kept for the next start
+    tokens_of         `tokenize` at the start of a run that trains a pretrained model on texts; later runs find
+                      its tokens
 
 Only the part of a tokenizer.json that turns text into ids is used. The file may also set truncation and padding, for
 batches of requests. They would cut off long documents and pad short ones, so we ignore them.
 
-A document begins with the tokenizer's separator. If the tokenizer has an end of its own, as Llama's, a document ends
-with it, and a model learns to end a text. If not, the next separator is the end that it learns.
+A document begins with a separator, a token such as <|endoftext|> or <s>. If the tokenizer also has
+a token for the end of a text, as Llama's has, a document ends with this token. Either way, a model
+learns to end a text: the token that it learns to predict after the last word is this end, or the
+next document's separator.
+
+A large text is encoded in pieces, so that memory holds only a few of them:
 
     large text        |------------- piece -------------|
                                                  |------------- piece -------------|
-                                                 |..c..|   both have these characters, about a line's end
+                                                 |..c..|   both have these characters; c is a line's end, if any
 
-A large text is encoded in pieces, which overlap. In the overlap both pieces must have the same tokens; the text is cut
-at a place c between two of them. Where they differ the two pieces are joined. So the text gets the same tokens as if
-it were encoded whole, while memory holds a few pieces. The tokenizers library encodes these on all cores.
+The tokens before the cut c are taken from the first piece, and the tokens after it from the second.
+Near c, both pieces must have the same tokens. If they have not, the two pieces are encoded again as
+one. So the text gets the same tokens as if it were encoded whole. The tokenizers library encodes
+several pieces at once, on all cores.
 """
 import contextlib
 import fcntl
@@ -59,50 +66,56 @@ from run.token_files import MAGICS, OUR_HEADER, check_fetched
 BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
 ENDS = {"<|begin_of_text|>": "<|end_of_text|>", "<s>": "</s>"}  # the end that belongs to a separator
-FORMAT = 2  # of the tokens of texts that are kept; raise it where the same texts become other tokens or targets
+FORMAT = 2  # the version of kept tokens; raise it if a change of the code gives texts other tokens or targets
 HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes a tokenizer.json"
-RARE_LETTER = "\U00013080"  # a hieroglyph
-PIECE, OVERLAP = 2**16, 2**10  # characters of a large text that are encoded at once, and on each side of a cut
+RARE_LETTER = "\U00013080"  # a hieroglyph, which small alphabets lack
+PIECE = 2**16  # characters of a large text from one cut to the next, at most
+OVERLAP = 2**10  # characters on each side of a cut that both pieces have
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
 
 class Codec(NamedTuple):
-    """Text to tokens and back: by a tokenizer of the tokenizers library, or as bytes if that is None."""
+    """Text to tokens and back."""
     separator: int | None  # the token that begins a document
-    tokenizer: Any = None
+    tokenizer: Any = None  # of the tokenizers library; None: a token is a byte
     path: str = ""  # of the tokenizer.json
 
     def encode(self, text: str) -> list[int]:
-        content = text.encode(errors="surrogateescape")  # of a command line: its bytes, which may be no UTF-8
+        # The text is an argument of a command. Python keeps bytes that are not UTF-8 as surrogates.
+        content = text.encode(errors="surrogateescape")
         if self.tokenizer:
             return self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
         return list(content)
 
     def prompt(self, text: str, chat: bool = False) -> list[int]:
-        """The tokens of --sample-prompt, which begins a document. chat: it is a user's message, and the template asks
-        for the answer to it. Raises ValueError if the tokenizer has no tokens for it."""
+        """Return the tokens of --sample-prompt, as the beginning of a document.
+
+        chat: the text is a user's message, and the chat template asks for the answer to it
+        Raises ValueError if the tokenizer cannot read the text, or has no tokens for it.
+        """
         messages = [dict(role="user", content=text)]
         template = Template(self.path) if chat else None
         try:
             tokens = self.encode(template.render(messages, {}, add_generation_prompt=True) if template else text)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
-        begins = {self.separator}
-        if chat and self.tokenizer:  # as in training, see Writer.add
+        begins = {self.separator}  # tokens after which no separator is needed, as in training (Writer.add)
+        if chat and self.tokenizer:
             begins.add(self.tokenizer.token_to_id(published_settings(self.path).get("bos_token") or ""))
-        is_begun = chat and tokens[:1] != [] and tokens[0] in begins  # by the template
+        is_begun = chat and tokens[:1] != [] and tokens[0] in begins  # the template writes such a token itself
         if self.separator is not None and not is_begun:
             tokens = [self.separator, *tokens]
         need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
         return tokens
 
     def ends(self, chat: bool) -> list[list[int]]:
-        """The sequences of tokens at which a text is over, or, with `chat`, an answer."""
-        found = {self.separator} - {None}
+        """Return the sequences of tokens that end a text or, with `chat`, also an answer."""
+        found = {self.separator}
         if self.tokenizer:
             with contextlib.suppress(ValueError):  # a tokenizer without a token between documents
-                found |= set(marks_of(self.tokenizer, self.path)) - {None}
+                found.update(marks_of(self.tokenizer, self.path))
+        found.discard(None)
         sequences = [[token] for token in sorted(found)]
         if chat:
             text, is_end = Template(self.path).end_of_answer()
@@ -121,8 +134,10 @@ class Codec(NamedTuple):
 
 
 def codec_of(corpus: Any, folder: str) -> Codec | None:
-    """Return the Codec of a corpus (run.data.Corpus): by the tokenizer.json in the folder, or bytes if there is no
-    folder and the data is text. Returns None for token files without a tokenizer.
+    """Return the Codec of a corpus (run.data.Corpus).
+
+    folder: the folder of the run's tokenizer.json. Without one, "", the Codec of text is bytes, and
+        token files have none: the function returns None.
 
     Raises ValueError for a tokenizer that is damaged, or that has tokens outside of the corpus's vocabulary.
     """
@@ -174,13 +189,13 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 class Marks(NamedTuple):
     """The tokens around a document."""
     begin: int
-    end: int | None  # None: the next document's begin is the end
-    turn_end: int  # what ends an answer after which nothing is written
-    bos: int | None = None  # the published beginning of a text; a conversation that begins with it needs no other
+    end: int | None  # None: there is none, and the next document's `begin` ends this one
+    turn_end: int  # ends an answer if the chat template writes nothing after it
+    bos: int | None = None  # the published beginning of a text; if a conversation begins with it, `begin` is left out
 
 
 def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
-    """name: of the token that begins a document; "": the one that is published."""
+    """Return a tokenizer's Marks. name: the token that begins a document, as for separator_of"""
     published = published_settings(path)
     begin = separator_of(tokenizer, path, name)
     ends = ENDS.get(tokenizer.id_to_token(begin), "")
@@ -189,13 +204,14 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     end = tokenizer.token_to_id(ends)
     end = None if end == begin else end
     turn_end = tokenizer.token_to_id(published.get("eos_token") or "")
-    turn_end = turn_end if turn_end is not None else end if end is not None else begin
+    if turn_end is None:
+        turn_end = begin if end is None else end
     return Marks(begin, end, turn_end, tokenizer.token_to_id(published.get("bos_token") or ""))
 
 
 def published_settings(path: str) -> dict[str, str]:
-    """Return the bos_token and the eos_token that are published with a tokenizer, as far as there are any. Raises
-    ValueError for a damaged file."""
+    """Return the bos_token and the eos_token that are published with a tokenizer, as far as there
+    are any. Raises ValueError for a damaged file."""
     found = {}
     files = {file.name: file for file in huggingface.tokenizer_files(Path(path))}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
@@ -213,12 +229,17 @@ def published_settings(path: str) -> dict[str, str]:
 
 
 def separator_of(tokenizer: Any, path: str, name: str) -> int:
-    """The number of the token that begins a document.
+    """Return the id of the token that begins a document. Raises ValueError if the tokenizer has no
+    such token.
 
-    name: the token's name. "" looks for the first of these: the published beginning of a text, if the tokenizer itself
-        puts it before texts; a name that published tokenizers use; the published beginning of a text.
+    name: the token. With "", it is the first of these tokens that the tokenizer has:
 
-    The order matters, because a tokenizer may use one of these names for something else: Gemma's <s> is an HTML tag.
+        1. the published beginning of a text, if the tokenizer itself puts it before texts
+        2. a token of SEPARATORS, which published tokenizers use
+        3. the published beginning of a text
+
+    The order matters, because a tokenizer may use a token of SEPARATORS for something else: Gemma's
+    <s> is an HTML tag.
     """
     published = published_settings(path).get("bos_token")
     names = (name,) if name else (*SEPARATORS, published or SEPARATORS[0])
@@ -281,7 +302,8 @@ def in_blocks(texts: Iterable[str]) -> Iterator[str]:
 
 
 def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
-    """The tokens of pieces that follow each other, encoded some at a time, on all cores."""
+    """Yield the tokens of the pieces of documents, in order. Several pieces are encoded at a time,
+    on all cores."""
     room = PIECE * max(4, os.cpu_count() or 1)  # characters at a time
     is_unigram = type(tokenizer.model).__name__ == "Unigram"
     open_piece: tuple[Piece, Any] | None = None  # waits for the piece that takes over
@@ -356,7 +378,8 @@ def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
 
 
 def targets_of(part: Part) -> np.ndarray:
-    """Which tokens of a document the model learns to predict, bool; and, last, whether it learns the document's end.
+    """Return which tokens of a part the model learns to predict: bool [tokens + 1]. The last
+    element says whether it learns the end of the document.
 
     If a prompt ends with a space, the first token of the answer, such as " Yes", lies partly in the prompt. It is
     learned, because otherwise the first word of an answer would never be learned. A token that holds only spaces of the
@@ -402,7 +425,7 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
 
 
 def note_what_it_leaves_out(tokenizer: Any, path: str) -> None:
-    """Say if a tokenizer has no token for a letter that it does not know, and no exception either."""
+    """Print a line if a tokenizer silently leaves out characters that it does not know."""
     with contextlib.suppress(Exception):  # the library raises nothing narrower; of a text that has such a letter, too
         if not tokenizer.encode(RARE_LETTER, add_special_tokens=False).ids:
             note(f"{path}: has no token for characters outside of its alphabet, so they are left out of all texts")
@@ -410,7 +433,7 @@ def note_what_it_leaves_out(tokenizer: Any, path: str) -> None:
 
 def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: Marks,
                  ignored: Iterable[str] = ()) -> tuple[int, int]:
-    """`tokenize` for files that are found. The tokenizers library uses all cores."""
+    """Do what `tokenize` does, for files that have been found. target: the .bin file"""
     tokenizer, beside = read_tokenizer(tokenizer_path), target.parent / "tokenizer.json"
     note_what_it_leaves_out(tokenizer, tokenizer_path)
     if not huggingface.owns_folder(Path(tokenizer_path)):
@@ -468,8 +491,8 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
 def keep_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> None:
     """Copy a tokenizer into the folder of its tokens, unless it is there.
 
-    If no tokenizer_config.json belongs to it, write one that names the tokens at which documents begin and end.
-    transformers reads these names when it opens an export.
+    If no tokenizer_config.json belongs to it, write one that names the tokens at which documents
+    begin and end. transformers reads these names when it opens an export.
     """
     if not (folder / "tokenizer.json").exists():
         huggingface.copy_tokenizer(path, folder)
@@ -484,8 +507,8 @@ def keep_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> No
 
 def with_template(given: Iterable[Document], tokenizer_path: str,
                   templates: list[Template] | None = None) -> Iterator[Text | Rendered]:
-    """The documents as text: conversations by the template, which is read at the first of them. templates: a list that
-    gets the template then."""
+    """Yield the documents as text. The chat template is read at the first conversation, and
+    appended to `templates`."""
     templates = [] if templates is None else templates
     for document in given:
         if isinstance(document, Conversation):
@@ -497,7 +520,7 @@ def with_template(given: Iterable[Document], tokenizer_path: str,
 
 
 class Writer:
-    """Writes the files of tokens, mask and starts in a folder."""
+    """Writes the tokens, the mask and the starts of documents into three files of a folder."""
 
     def __init__(self, folder: Path, marks: Marks, kind: np.dtype):
         self.marks, self.kind = marks, kind
@@ -516,8 +539,11 @@ class Writer:
         self.mask_stream.close()
 
     def add(self, part: Part) -> None:
-        """Append tokens. A separator before a document's first is no target in a conversation, and is left out where a
-        chat template begins with it or with another beginning: a model never sees two."""
+        """Append the tokens of a part, and the marks around the document.
+
+        A document that begins with the separator gets no second one. Nor does a conversation that
+        begins with the published beginning of a text. In a conversation the separator is no target.
+        """
         marks, ids, targets = self.marks, part.ids, targets_of(part)
         learns_end, targets = targets[-1], targets[:-1]
         if part.begins:
@@ -534,7 +560,7 @@ class Writer:
         self.count, self.targets = self.count + len(ids), self.targets + int(targets.sum())
 
     def finish(self) -> None:
-        """Write the header and the starts, and wait until the disk has all."""
+        """Write the header and the starts, and wait until all files are on the disk."""
         magic = MAGICS[self.targets < self.count, self.needs_starts]
         self.stream.seek(0)
         self.stream.write(np.array([(magic, self.count, self.kind.itemsize, self.marks.begin)], OUR_HEADER).tobytes())
@@ -548,10 +574,13 @@ class Writer:
 # ---- what an export says of the data ---------------------------------------------------------------------------------
 
 def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[str, Any]:
-    """The content of tokens.about: the tokens at which a program that generates should stop, and the chat template.
+    """Return the content of tokens.about: the tokens at which a program that generates should stop,
+    and the chat template.
 
-    templates: [] if the data has no conversations. The template that is exported also writes the separator with which
-    a document of the data begins: without it, a prompt would be none that training has seen.
+    templates: the template of the data's conversations; [] if it has none
+
+    In training, a document begins with the separator. So the template that is exported also writes
+    the separator.
     """
     ends, source = [marks.begin if marks.end is None else marks.end], ""
     if templates:
@@ -567,12 +596,13 @@ def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[st
 
 
 def written(text: str) -> str:
-    """What a chat template says to write this text."""
+    """Return a piece of a chat template that writes this text."""
     return "{{ " + json.dumps(text) + " }}"
 
 
 def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[int]:
-    """The tokens that end an answer, as far as they are tokens of their own: an answer may have others inside."""
+    """Return the tokens that end an answer, if they are special tokens. Other tokens may also be
+    inside an answer."""
     text, is_written = template.end_of_answer()
     encoding = tokenizer.encode(text, add_special_tokens=False)
     says = [(token, text[start:stop].strip()) for token, (start, stop) in zip(encoding.ids, encoding.offsets)
@@ -585,7 +615,8 @@ def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[in
 
 
 def description_of(corpus: Any) -> dict[str, Any]:
-    """What a run.data.Corpus says of itself, for run.json: cli.DESCRIBED without the longest sample."""
+    """Return the description of a run.data.Corpus for run.json: cli.DESCRIBED without the longest
+    sample."""
     if corpus.is_text:
         is_chat = not all(mask[:].all() for mask in corpus.masks)
         template = written(SEPARATORS[0]) + CHATML if is_chat else ""
@@ -603,7 +634,8 @@ def description_of(corpus: Any) -> dict[str, Any]:
 
 
 def read_description(tokens: Path) -> dict[str, Any]:
-    """tokens.about beside a token file; {} if there is none, or if it is something else."""
+    """Return the content of tokens.about beside a token file; {} if there is none, or if `tokenize`
+    did not write it."""
     try:
         content = json.loads(tokens.with_suffix(".about").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -615,7 +647,8 @@ def read_description(tokens: Path) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> Any:
-    """The tokenizer of a model that reads text as bytes: token n is the byte n, and BYTES_SEPARATOR is <|endoftext|>.
+    """Return the tokenizer of a model that reads text as bytes: token n is the byte n, and
+    BYTES_SEPARATOR is <|endoftext|>.
 
     The tokenizers library writes a byte as a character, like GPT-2. A printable byte is its own character. The other
     bytes are the characters from chr(256) on.
@@ -638,8 +671,8 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
     described: see cli.DESCRIBED
     """
     target = Path(folder)
-    path, settings, template = (target / name for name in (
-        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
+    path = target / "tokenizer.json"
+    settings, template = target / "tokenizer_config.json", target / "chat_template.jinja"
     if not (tokenizer_folder and os.path.samefile(tokenizer_folder, target)):
         for old in huggingface.tokenizer_files(path):  # of an earlier export
             old.unlink()
@@ -670,7 +703,9 @@ def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: s
     """Return the path of the token file that is made of these texts and conversations.
 
     The first process that asks for it writes it. The others wait for this process, and later runs find the file.
-    beside: the folder of checkpoints beside which the file is kept; "": in the user's cache.
+
+    beside: the folder of checkpoints, beside which the file is kept; "": in the user's cache
+    separator: the token that begins a document; see `separator_of`
     """
     digest = hashlib.blake2b(f"{FORMAT} {separator}".encode(), digest_size=8)
     for file in sorted(huggingface.tokenizer_files(Path(tokenizer_path))):
