@@ -48,13 +48,16 @@ if TYPE_CHECKING:
     from core.param import Box, Source, Spec
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the only file of weights; or the list of several
+SINGLE = "model.safetensors"  # the file of weights, if there is only one
+INDEX = "model.safetensors.index.json"  # the list of the tensors in several files
 BLOCK = 2**24  # bytes that are compared at a time
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the special tokens in config.json
 GENERATION = "generation_config.json"
+# What transformers reads for a tokenizer, besides tokenizer.json: files, and a folder of chat templates.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
                     "tokenizer.model", "chat_template.jinja", "chat_template.json")
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of chat templates, beside a tokenizer, too
+MORE_TEMPLATES = "additional_chat_templates"
+
 
 # ---- names of weights -----------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 class Architecture(NamedTuple):
     """A class of transformers: which fields of config.json it reads, and its names of weights."""
     model_type: str
-    defaults: dict[str, Any]  # each field that the class reads -> its value if it is absent; None: there is no default
+    defaults: dict[str, Any]  # each field that the class reads -> its value if it is absent; None: it has no default
     names: dict[str, str] = NAMES
     fixed: dict[str, Any] = {}  # fields of config.Model that config.json does not name, and their values in this class
     limits: dict[str, tuple] = {}  # field of config.json -> the only values that are allowed; the first is the default
@@ -221,10 +224,9 @@ ROPE = {  # rope_type: the fields that may be in rope_parameters or rope_scaling
 
 def llama_defaults(**changes: Any) -> dict[str, Any]:
     """Return Llama's defaults with changes, for a class that reads Llama's fields and others."""
-    # None: config.json must have the field. Only num_key_value_heads and head_dim may be absent.
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "head_dim", "num_key_value_heads")
-    return dict.fromkeys(required) | dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False) | changes
+    no_default = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                  "head_dim", "num_key_value_heads")
+    return dict.fromkeys(no_default) | dict(rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False) | changes
 
 
 QWEN = dict(use_sliding_window=False, sliding_window=4096)
@@ -288,10 +290,10 @@ def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
 
 def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
     """Return `tensors_on_disk` for tensors with these names. {e} is the number of an expert."""
-    if len(spec.shape) < 3 or "{e}" not in names[0]:  # one tensor, also of all experts
+    if len(spec.shape) < 3 or "{e}" not in names[0]:  # there is one tensor, of all experts if it is theirs
         return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
-    rows //= len(names)  # of one tensor
+    rows //= len(names)  # the rows of one tensor
     boxes = []
     for e in range(experts):
         for i, name in enumerate(names):
@@ -353,6 +355,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def read_architecture(config: dict[str, Any], where: str) -> str:
+    """Return the name of the class that config.json names. Raises ValueError if we do not know it."""
     names = config.get("architectures")
     one = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
     if one.endswith("Model"):  # saved without its head
@@ -366,8 +369,8 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
     if the value is not allowed.
 
     where: the path of config.json, for messages
-    only: the allowed values. With (), all values of the field's kind are allowed. With None, those
-        in FIELDS.
+    only: the allowed values. (): all values of the field's kind are allowed. None: the values that
+        FIELDS has for the field are allowed.
     """
     field, value = FIELDS[name], config.get(name, default)
     only = field.only if only is None else only
@@ -402,7 +405,11 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
 
 
 def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of config.Model that config.json asks for. where: its path, for messages"""
+    """Return the fields of config.Model that config.json asks for.
+
+    config: the content of config.json
+    where: its path, for messages
+    """
     architecture = ARCHITECTURES[read_architecture(config, where)]
     # The object for rotary embeddings. transformers 4 names it rope_scaling, and 5 rope_parameters.
     # In older files, rope_type is "type".
@@ -936,12 +943,11 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     dtype: "bf16", "fp16" or "fp32"
     rank, world: this rank, and the number of ranks. A rank writes every world-th shard, and holds
         one at a time. Rank 0 also writes the other files.
-    published: the folder of the model that training began with, whose generation_config.json is
-        kept; "": there is none
+    published: the folder of the model that training began with, "" if there is none. Its
+        generation_config.json is kept.
     tokens: the ids of special tokens, by the names in TOKENS
     shard_bytes: the largest size of a shard, unless the shard has only one tensor
-    seq: the longest sample in training, in tokens. max_position_embeddings is at least this, and at
-        least the published one.
+    seq: the longest sample in training, in tokens, for max_position_embeddings
     write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it
     together: calls a function on all ranks, and returns its result when all have finished
 
@@ -1065,6 +1071,7 @@ def plan_shards(specs: list[Spec], architecture: str, dtype: torch.dtype,
 
 
 def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, dtype: torch.dtype) -> None:
+    """Write a file of weights. shard: as in plan_shards. Raises ValueError if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -1072,7 +1079,7 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
     tensors = {}
     for name, (spec, box) in shard.items():
         values = source(spec, box).to("cpu", dtype_on_disk(spec, dtype))
-        tensors[name] = values.reshape(box_shape(box)[-2:]).contiguous()
+        tensors[name] = values.reshape(box_shape(box)[-2:]).contiguous()  # an expert's box begins with a 1
     try:
         save_file(tensors, path + ".tmp", metadata={"format": "pt"})
         mask = os.umask(0)  # os.umask returns the mask only when it sets another
