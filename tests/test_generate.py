@@ -1,4 +1,7 @@
-"""Sampling: which tokens are drawn how often, where a text ends, how a chat begins. transformers is the judge."""
+"""Sampling: which tokens are drawn how often, with a cache and on ranks; where a text ends, how a chat begins.
+
+transformers judges probabilities and chats. Sampling without a cache, in one process, judges the rest.
+"""
 import itertools
 import json
 import os
@@ -11,23 +14,25 @@ from runs import run
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import test_data_chat as chats
+from core import rules
 from core.collectives import Group
 from run import cli, generate, tokenizing
 from run.chat import CHATML_MARKERS
 from run.data import Corpus
-from run.generate import end_in, next_token_probabilities, sample
+from run.generate import KVCache, end_in, next_token_probabilities, sample
 from run.tokenizing import BYTES_SEPARATOR, Codec
-from test_model import SMALL, architecture, filled
+from test_model import LATENT, SMALL, architecture, filled
+from test_tp import SHAPE
 
 folder = chats.folder  # a fixture
 
 
 def by_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
     """As its `generate` draws with these arguments."""
-    rules = [TemperatureLogitsWarper(temperature)]
-    rules += [TopKLogitsWarper(top_k)] if top_k else []
-    rules += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    return LogitsProcessorList(rules)(None, logits).softmax(-1)
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    return LogitsProcessorList(warpers)(None, logits).softmax(-1)
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", [*itertools.product(
@@ -66,6 +71,65 @@ def test_a_text_is_over_when_every_row_has_had_an_end():
     alone = sample(llama, prompt[:1], 5)
     across = alone[0, 2:4].tolist()  # a prompt's last token and the first that is drawn are no end
     assert torch.equal(sample(llama, prompt[:1], 5, ends=[across]), alone)
+
+
+def test_samples_follow_the_temperature_and_the_seed():
+    llama, prompt = filled(architecture(SMALL)), torch.zeros(400, 1, dtype=torch.long)
+    drawn = sample(llama, prompt, 1, temperature=0.5)[:, 1]
+    assert torch.equal(drawn, sample(llama, prompt, 1, temperature=0.5)[:, 1])
+    assert not torch.equal(drawn, sample(llama, prompt, 1, temperature=0.5, seed=1)[:, 1])
+    with torch.no_grad():
+        want = (llama(prompt[:1])[0, -1] / 0.5).softmax(-1)
+    got = torch.bincount(drawn, minlength=61) / 400
+    assert (got - want).abs().max() < 0.1
+    longer = sample(llama, prompt[:3], 4)  # by default at 0.8, with one generator for all tokens
+    generator, again = torch.Generator().manual_seed(0), prompt[:3]
+    with torch.no_grad():
+        for _ in range(4):
+            shares = (llama(again)[:, -1].float() / 0.8).softmax(-1)
+            again = torch.cat((again, torch.multinomial(shares, 1, generator=generator)), 1)
+    assert torch.equal(longer, again)
+
+
+@pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
+                                   SMALL + " --layers 3 --window 5 --full-attention-every 2 --no-rope-every 3",
+                                   SMALL + LATENT, SMALL + LATENT + " --q-lora-rank 0 --window 5"])
+def test_sampling_with_the_cache_equals_sampling_without(flags):
+    llama = filled(architecture(flags))
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full, cache = llama(tokens), KVCache()
+        parts = [llama(part, cache=cache) for part in tokens.split([9, 1, 1, 5, 4], 1)]
+        assert (torch.cat(parts, 1) - full).abs().max() < 1e-12
+        greedy = tokens
+        for _ in range(10):
+            greedy = torch.cat((greedy, llama(greedy)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
+    windows = [llama.config.window_of(layer) for layer in range(llama.config.layers)]
+    assert [len(k[0]) for k, _ in cache.layers.values()] == [window - 1 if window else 20 for window in windows]
+    if llama.config.kv_lora_rank:  # what a token has is a latent and one key
+        assert all(k.shape[2:] == (1, 14) and v.shape[2:] == (1, 4) for k, v in cache.layers.values())
+
+
+def sampled(flags: str) -> tuple[torch.Tensor, int]:
+    """Text of a model, continued by the likeliest tokens and by drawn ones, and how many tokens its routers counted."""
+    settings = rules.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
+    _, model, _, optimizer = grids.build(settings)
+    for bucket in optimizer.buckets:
+        bucket.master.mul_(10)  # or all logits are alike
+        bucket.update_weights()
+    tokens = torch.stack([sample(model, torch.arange(10).view(2, 5), 4, temperature) for temperature in (0, 20)])
+    return tokens, sum(router.load.sum().item() for router in model.routers)
+
+
+def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
+    """Then each has all tokens, which are too few to share, whatever it has in training; and experts count none."""
+    for more in "", grids.LATENT:
+        flags = f"--experts 4 --expert-ffn 24 --shared-experts 1 --dense-layers 1 {more}"
+        want, counted = sampled(flags)
+        assert len(want[0, :, 5:].unique()) > 2 and not torch.equal(*want) and counted == 0
+        for tokens, counted in pool.run(4, sampled, flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
+            assert torch.equal(tokens, want) and counted == 0
 
 
 def drawn_by(group_of: str) -> list[int]:

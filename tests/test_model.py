@@ -1,4 +1,4 @@
-"""The model: published totals, and the equalities that sampling, masks and formulas promise."""
+"""The model: published totals, and the equalities that masks and formulas promise."""
 from itertools import product
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from model import Execution, Llama
 from operations import Mask, rotary_angles
 from plan.costs import flops_by_convention, flops_per_token, fp8_elements, parameters, visible_keys
 from plan.machines import peak_flops
-from run.generate import KVCache, sample
+from run.generate import KVCache
 from run.huggingface import config_of
 from run.meter import Meter
 from zero import Optimizer
@@ -124,7 +124,7 @@ def test_a_mask_is_made_once_for_all_layers(attention, flags, packed, count):
     assert len(made) == count
 
 
-# ---- documents, sampling --------------------------------------------------------------------------------------------
+# ---- documents ------------------------------------------------------------------------------------------------------
 
 def test_a_packed_batch_equals_separate_documents():
     llama, lengths = filled(architecture(SMALL)), (7, 1, 12, 4)
@@ -174,26 +174,6 @@ def test_latents_in_16_bits_are_rounded_where_they_are_stored(dtype):
     assert (y - exact).norm() < limit * (rounded - exact).norm()
 
 
-@pytest.mark.parametrize("flags", [SMALL, SMALL + " --qk-norm --qkv-bias --tied", SMALL + " --window 1",
-                                   SMALL + " --layers 3 --window 5 --full-attention-every 2 --no-rope-every 3",
-                                   SMALL + LATENT, SMALL + LATENT + " --q-lora-rank 0 --window 5"])
-def test_sampling_with_the_cache_equals_sampling_without(flags):
-    llama = filled(architecture(flags))
-    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        full, cache = llama(tokens), KVCache()
-        parts = [llama(part, cache=cache) for part in tokens.split([9, 1, 1, 5, 4], 1)]
-        assert (torch.cat(parts, 1) - full).abs().max() < 1e-12
-        greedy = tokens
-        for _ in range(10):
-            greedy = torch.cat((greedy, llama(greedy)[:, -1].argmax(-1, keepdim=True)), 1)
-    assert torch.equal(sample(llama, tokens, 10, temperature=0), greedy)
-    windows = [llama.config.window_of(layer) for layer in range(llama.config.layers)]
-    assert [len(k[0]) for k, _ in cache.layers.values()] == [window - 1 if window else 20 for window in windows]
-    if llama.config.kv_lora_rank:  # what a token has is a latent and one key
-        assert all(k.shape[2:] == (1, 14) and v.shape[2:] == (1, 4) for k, v in cache.layers.values())
-
-
 @pytest.mark.parametrize("window", [0, 1, 5, 12, 13, 40])
 def test_visible_keys_are_those_of_a_drawn_mask(window):
     """But for the half key of the diagonal, as in 6 L q S; a window may be longer than the sequence."""
@@ -201,24 +181,6 @@ def test_visible_keys_are_those_of_a_drawn_mask(window):
     seen = (i[:, None] >= i) & (not window or (i[:, None] - i < window))
     excess = visible_keys(architecture(f"{SMALL} --window {window}"), 0, 12) - seen.sum(-1).double().mean().item()
     assert excess == pytest.approx(-min(window or 12, 12) / 24)
-
-
-def test_samples_follow_the_temperature_and_the_seed():
-    llama, prompt = filled(architecture(SMALL)), torch.zeros(400, 1, dtype=torch.long)
-    drawn = sample(llama, prompt, 1, temperature=0.5)[:, 1]
-    assert torch.equal(drawn, sample(llama, prompt, 1, temperature=0.5)[:, 1])
-    assert not torch.equal(drawn, sample(llama, prompt, 1, temperature=0.5, seed=1)[:, 1])
-    with torch.no_grad():
-        want = (llama(prompt[:1])[0, -1] / 0.5).softmax(-1)
-    got = torch.bincount(drawn, minlength=61) / 400
-    assert (got - want).abs().max() < 0.1
-    longer = sample(llama, prompt[:3], 4)  # by default at 0.8, with one generator for all tokens
-    generator, again = torch.Generator().manual_seed(0), prompt[:3]
-    with torch.no_grad():
-        for _ in range(4):
-            shares = (llama(again)[:, -1].float() / 0.8).softmax(-1)
-            again = torch.cat((again, torch.multinomial(shares, 1, generator=generator)), 1)
-    assert torch.equal(longer, again)
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

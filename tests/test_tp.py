@@ -32,7 +32,6 @@ from core.param import Spec, parameter, shard_slice
 from plan.costs import LayerOptions, copies_per_token, llama_layer, recomputed_flops
 from plan.memory import activation_bytes
 from recompute import Recompute
-from run.generate import sample
 from run.meter import Meter
 from test_dryrun import measured_on
 from tp import IGNORED, MATMUL, Column, Row, TensorParallel
@@ -544,27 +543,6 @@ def test_a_layer_sends_what_the_papers_say(pool):
     for calls, *steps in zip(LAYER.values(), found[::2], found[1::2]):
         for two, three in zip(*steps):
             assert sent(three) - sent(two) == {(name, 2 * 24 * 48 * 8): count for name, count in calls.items()}  # T H
-
-
-def sampled(flags: str) -> tuple[torch.Tensor, int]:
-    """Text of a model, continued by the likeliest tokens and by drawn ones, and how many tokens its routers counted."""
-    settings = rules.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
-    _, model, _, optimizer = grids.build(settings)
-    for bucket in optimizer.buckets:
-        bucket.master.mul_(10)  # or all logits are alike
-        bucket.update_weights()
-    tokens = torch.stack([sample(model, torch.arange(10).view(2, 5), 4, temperature) for temperature in (0, 20)])
-    return tokens, sum(router.load.sum().item() for router in model.routers)
-
-
-def test_stages_of_tensor_parallel_ranks_sample_what_one_rank_does(pool):
-    """Then each has all tokens, which are too few to share, whatever it has in training; and experts count none."""
-    for more in "", LATENT:
-        flags = f"--experts 4 --expert-ffn 24 --shared-experts 1 --dense-layers 1 {more}"
-        want, counted = sampled(flags)
-        assert len(want[0, :, 5:].unique()) > 2 and not torch.equal(*want) and counted == 0
-        for tokens, counted in pool.run(4, sampled, flags=f"{flags} --tp 2 --pp 2 --micro-batch 1"):
-            assert torch.equal(tokens, want) and counted == 0
 
 
 @pytest.mark.parametrize("n, flags", [(2, ""), (2, "--tied --sp off"), (4, "--kv-heads 2 --sp async")])
