@@ -112,13 +112,17 @@ def test_sampling_with_the_cache_equals_sampling_without(flags):
 
 
 def sampled(flags: str) -> tuple[torch.Tensor, int]:
-    """Text of a model, continued by the likeliest tokens and by drawn ones, and how many tokens its routers counted."""
+    """Text of a model, continued by the likeliest tokens and by drawn ones, and how many tokens its routers counted.
+
+    Weights are four times as large as at first. Then the likeliest first token has a probability of 0.2 to 0.9 at the
+    temperature 0.8. With ten times as large ones nearly every draw is the likeliest token.
+    """
     settings = rules.parse(f"{SHAPE} --vocab 61 --data {__file__} {flags}".split(), grids.everyone().size)
     _, model, _, optimizer = grids.build(settings)
     for bucket in optimizer.buckets:
-        bucket.master.mul_(10)  # or all logits are alike
+        bucket.master.mul_(4)
         bucket.update_weights()
-    tokens = torch.stack([sample(model, torch.arange(10).view(2, 5), 4, temperature) for temperature in (0, 20)])
+    tokens = torch.stack([sample(model, torch.arange(10).view(2, 5), 4, temperature) for temperature in (0, 0.8)])
     return tokens, sum(router.load.sum().item() for router in model.routers)
 
 
