@@ -88,7 +88,7 @@ PUZZLES = {
                        (HOPS_HIDE,)),
     "zig-zag": Puzzle("cp.py", "own_chunks", "tests/test_cp.py::test_every_token_is_at_one_place", (
         "2c chunks: one from the front and one from the back for each rank.",), (
-            "tests/test_cp.py::test_blocks_cover_every_visible_score_once_and_work_is_equal",)),
+            "tests/test_cp.py::test_ranks_have_equal_work_in_the_few_blocks_of_a_step",)),
     "merge": Puzzle("cp.py", "merge", "tests/test_cp.py::test_attention_by_blocks_equals_attention_at_once", (
         "The new logsumexp is that of both; each result is weighted by exp(its logsumexp - the new one).",)),
     "ring-attention": Puzzle("cp.py", "ring", "tests/test_cp.py::test_attention_by_blocks_equals_attention_at_once", (

@@ -60,10 +60,23 @@ def add_optimizer(copy: Path) -> None:
 
 
 def add_styles(copy: Path) -> None:
+    """A ring, and halves of what is gathered, one after the other: in the steps of halves ranks have unequal work."""
+    replace(copy, "cp.py", "\n# The values of --cp-style, except", '''
+def in_halves(kv: Tensor, group: Group) -> Iterator[Tensor]:
+    _, whole = gather(kv, group)
+    yield kv
+    yield from whole.chunk(2)
+
+
+def in_halves_back(dkv: Tensor, pending: Pending | None, group: Group) -> Pending:
+    return gather_back(torch.cat((pending.wait(), dkv)), None, group) if pending else done(dkv)
+
+
+# The values of --cp-style, except''')
     add(copy, "cp.py", "STYLES", '''
     "around": Style(lambda c, i: [own_chunks(c, (i - step) % c) for step in range(c)], ring, ring_back),
-    "at-once": Style(lambda c, i: [own_chunks(c, i), range(2 * c)], gather, gather_back),''')
-    add(copy, "core/config.py", "CP_STYLES", '"around", "at-once",')
+    "in-halves": Style(lambda c, i: [own_chunks(c, i), range(c), range(c, 2 * c)], in_halves, in_halves_back),''')
+    add(copy, "core/config.py", "CP_STYLES", '"around", "in-halves",')
 
 
 def add_recipes(copy: Path) -> None:
@@ -176,7 +189,7 @@ def test_what_is_added_by_the_readme_trains_on_one_rank_and_on_two(added):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
-    "--cp 2 --cp-style at-once", "--cp 2 --cp-style around --cp-zigzag document --mask-documents",
+    "--cp 2 --cp-style in-halves", "--cp 2 --cp-style around --cp-zigzag document --mask-documents",
     "--zero 3 --optimizer lion --offload optimizer", "--tp 2 --optimizer lion"])
 def test_what_is_added_trains_with_more(added, flags):
     one, _ = trained(added, "--steps 3 " + " ".join(re.findall("--optimizer lion|--mask-documents", flags)))
@@ -223,8 +236,8 @@ def run_in(copy: Path, command: str) -> None:
 def test_the_nearest_tests_of_what_is_added_pass(added):
     """Those that are quick, and ask of every entry of a table what holds for all. The rules of the house, too."""
     files = " ".join(f"tests/test_{name}.py" for name in ("pp", "zero", "cp", "house", "config"))
-    chosen = ("house or lion or (in-turn and happens) or would_not or all_schedules or (cover and around) "
-              "or a_rule_names")
+    chosen = ("house or lion or (in-turn and happens) or would_not or all_schedules or "
+              "(cover and (around or halves)) or a_rule_names")
     done = python(*words_of(f"pytest {files}"), "-k", chosen, root=added)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"^[1-9]\d+ passed", done.stdout, re.MULTILINE)
