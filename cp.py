@@ -369,7 +369,7 @@ class Style(NamedTuple):
         send_back(dkv of this step)    not called  1st call    2nd call    3rd call
 
     chunks(c, i): the chunks of keys that rank i has at each step, in the order of kv's tokens. In each
-        step all ranks have equal work (tests/test_cp.py checks this for every style).
+        step of the styles below, all ranks have equal work (tests/test_cp.py).
     exchange(own kv, group): an iterator that yields the kv of each step. It sends before it yields,
         so that the exchange runs while the step is computed. None: there is one step, with the k
         and v that the layer has made (latents).
