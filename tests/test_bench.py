@@ -260,7 +260,7 @@ def rows(name: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name, ranks, ours, rivals", [
+COMPARED = [
     ("train", 1, 1, ["transformers + fused AdamW"]), ("dp", 2, 1, ["DistributedDataParallel"]),
     ("tp", 2, 1, ["DTensor"]),
     ("cp", 2, 6, ["torch, gather and mask, S 256", "torch, gather and mask, S 512"]),
@@ -269,7 +269,14 @@ def rows(name: str) -> str:
                         "ScheduleZBVZeroBubble"]),
           ("ep", 1, 1, ["transformers, loop", "transformers, grouped"])),
     ("ep", 2, 2, []),
-    ("checkpoint", 2, 0, ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"])])
+    ("checkpoint", 2, 0, ["run/checkpoint.py", "DCP, each rank's shards", "torch.save of the gathered state"])]
+
+
+def test_every_part_with_rivals_has_a_case():
+    assert {getattr(case, "values", case)[0] for case in COMPARED} == bench.PARTS.keys() - {*bench.OWN_FLAGS}
+
+
+@pytest.mark.parametrize("name, ranks, ours, rivals", COMPARED)
 def test_every_part_compares_ours_with_its_rivals(pool, name, ranks, ours, rivals):
     printed, *others = pool.run(ranks, rows, name=name) if ranks > 1 else [rows(name)]
     headings, lines = [], []

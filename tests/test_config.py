@@ -310,8 +310,10 @@ def test_a_number_that_follows_from_other_settings_is_auto(name):
 
 def test_no_other_number_is_auto():
     assert AUTO == {name for name, field in config.FIELDS.items() if field.metadata["auto"]}
-    with pytest.raises(ValueError, match="^--layers auto: write a whole number$"):
-        config.read(["--layers", "auto"])
+    for name, field in config.FIELDS.items():
+        if name not in AUTO and field.type in (int, float) and not field.metadata["choices"]:
+            with pytest.raises(ValueError, match=f"^{config.flag(name)} auto: write a (whole )?number$"):
+                config.read([config.flag(name), "auto"])
 
 
 @pytest.mark.parametrize("old", config.RENAMED)
@@ -524,6 +526,12 @@ def test_a_preset_fills_the_model_and_any_field_overrides_it():
     """Experts are balanced as in DeepSeek-V3's report, section 4.2: update speed 0.001, balance factor 0.0001."""
     model = rules.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
     assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)
+    for preset in "llama-3.1-8b", "mixtral-8x7b":
+        for name, value in config.PRESETS[preset].items():
+            choices = config.FIELDS[name].metadata["choices"]
+            other = next(choice for choice in choices if choice != value) if choices else 2 * value
+            line = f"--preset {preset} {config.flag(name)} {other}".split()
+            assert (rules.parse(line[:2]).value(name), rules.parse(line).value(name)) == (value, other), name
     for flags, router_bias_rate in ("", 0.001), (" --router-bias-rate 0", 0):
         optim = rules.parse(f"--preset deepseek-v3{flags}".split()).optim
         assert (optim.router_bias_rate, optim.aux_loss, optim.aux_over) == (router_bias_rate, 0.0001, "sequence")
@@ -551,7 +559,14 @@ def test_torchrun_lets_every_flag_through_and_help_shows_it_with_its_default():
     helps = {action.dest: action.help for action in config.make_parser()._actions}
     for name, end in dict(layers=" [4]", sp=" [on]", tied=" [off]", betas=" [0.9,0.95]").items():
         assert helps[name].endswith(end), name
-    assert "[" not in helps["checkpoint_dir"]  # whose default is empty
+    for name, field in config.FIELDS.items():
+        shown = re.search(r" \[([^][]+)\]$", helps[name])
+        if field.type is bool:
+            assert shown[1] == ("on" if field.default else "off"), name
+        elif field.type is list or field.default == "":
+            assert shown is None, name
+        else:  # typed after the flag, it is the default
+            assert config.read([config.flag(name), shown[1]]) == {name: field.default}
 
 
 LAUNCHED = dict(WORLD_SIZE="2", RANK="0", MASTER_PORT="29500", MASTER_ADDR="localhost")

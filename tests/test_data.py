@@ -30,7 +30,8 @@ def token_file(path, tokens, kind="raw", dtype=np.uint16):
     if kind == "npy":
         np.save(path, tokens)
     else:
-        header = {"raw": b"", "gpt2": llm_c(20240520, 1, len(tokens)), "llama3": llm_c(20240801, 7, len(tokens))}[kind]
+        header = {"raw": b"", "gpt2": llm_c(20240520, 1, len(tokens)), "llama3": llm_c(20240801, 7, len(tokens)),
+                  "ours": ours(len(tokens), tokens.itemsize, separator=7)}[kind]
         path.write_bytes(header + tokens.tobytes())
     return str(path)
 
@@ -67,7 +68,7 @@ def test_the_default_text_is_the_standard_library_without_its_tests():
 
 @pytest.mark.parametrize("kind, dtype, separator", [
     ("raw", np.uint16, None), ("raw", np.uint32, None), ("gpt2", np.uint16, 50256), ("llama3", np.uint32, 128000),
-    ("npy", np.uint16, None), ("npy", np.int64, None)])
+    ("npy", np.uint16, None), ("npy", np.int64, None), ("ours", np.uint16, 7), ("ours", np.uint32, 7)])
 def test_token_files_of_every_format_are_mapped_and_not_read(tmp_path, kind, dtype, separator):
     mark = separator or 7
     files = [token_file(tmp_path / f"{i}.{'npy' if kind == 'npy' else 'bin'}", part, kind, dtype)
@@ -86,8 +87,8 @@ def npy(array) -> bytes:
     return stream.getvalue()
 
 
-def ours(count: int, itemsize: int, magic: bytes = MAGIC) -> bytes:
-    return np.array([(magic, count, itemsize, 0)], OUR_HEADER).tobytes()
+def ours(count: int, itemsize: int, magic: bytes = MAGIC, separator: int = 0) -> bytes:
+    return np.array([(magic, count, itemsize, separator)], OUR_HEADER).tobytes()
 
 
 def one_line(begins: str) -> str:

@@ -1,5 +1,6 @@
 """Faults, in real processes where it matters: nothing is lost, nobody waits for ever, one line says what happened."""
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -219,6 +220,10 @@ def test_samples_that_were_left_out_are_passed_over_by_any_batch():
     assert found == [0, 4, 16, 16, 16, 16]
     for left_out in ([[8, 12], [12, 16]], [[12, 16], [8, 12]], [[12, 16], [8, 14]]):  # later rewinds go further
         assert faults.next_sample(6, 4, left_out) == 16
+        for first, count in itertools.product(range(20), (1, 2, 3, 5, 8, 13)):
+            is_read = [not any(start <= number < end for start, end in left_out) for number in range(50)]
+            want = next(n for n in range(first, 50) if all(is_read[n:n + count]))
+            assert faults.next_sample(first, count, left_out) == want
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
