@@ -119,7 +119,7 @@ for name in ("dense", "tied", "experts"):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "more" in name else ())
                                   for name in CHAINS])
-def test_a_checkpoint_of_any_grid_continues_on_any_other(pool, tmp_path, tokens, name):
+def test_a_checkpoint_of_one_grid_continues_on_another(pool, tmp_path, tokens, name):
     """Master weights, moments, counts and biases after every step are those of one process, to 1e-10 in fp64; and no
     replica is accused of a difference before it is saved."""
     model, chain = CHAINS[name]

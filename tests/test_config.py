@@ -522,7 +522,7 @@ def test_flags_can_be_written_in_every_way(tmp_path):
     assert rules.parse(["--metrics=my_run.jsonl"]).run.metrics == "my_run.jsonl"
 
 
-def test_a_preset_fills_the_model_and_any_field_overrides_it():
+def test_a_preset_fills_the_model_and_a_flag_overrides_any_of_its_fields():
     """Experts are balanced as in DeepSeek-V3's report, section 4.2: update speed 0.001, balance factor 0.0001."""
     model = rules.parse("--preset llama-3.1-8b --layers 3 --tied".split()).model
     assert (model.layers, model.hidden, model.kv_heads, model.head_dim, model.tied) == (3, 4096, 8, 128, True)

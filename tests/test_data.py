@@ -69,7 +69,7 @@ def test_the_default_text_is_the_standard_library_without_its_tests():
 @pytest.mark.parametrize("kind, dtype, separator", [
     ("raw", np.uint16, None), ("raw", np.uint32, None), ("gpt2", np.uint16, 50256), ("llama3", np.uint32, 128000),
     ("npy", np.uint16, None), ("npy", np.int64, None), ("ours", np.uint16, 7), ("ours", np.uint32, 7)])
-def test_token_files_of_every_format_are_mapped_and_not_read(tmp_path, kind, dtype, separator):
+def test_token_files_are_mapped_and_not_read(tmp_path, kind, dtype, separator):
     mark = separator or 7
     files = [token_file(tmp_path / f"{i}.{'npy' if kind == 'npy' else 'bin'}", part, kind, dtype)
              for i, part in enumerate(([mark, 1, 2, 3], [4, mark, 5]))]

@@ -267,7 +267,7 @@ def pair(name: str, T: int, sequence: bool) -> tuple[list[bool], dict[str, int]]
 
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("n, T, sequence", [(2, 256, True), (2, 200, True), (2, 200, False), *slow((4, 256, True))])
-def test_a_pair_of_matrices_is_the_formula_on_every_grid(pool, name, n, T, sequence):
+def test_a_pair_of_matrices_on_ranks_is_the_formula(pool, name, n, T, sequence):
     for equal, sent in pool.run(n, pair, name=name, T=T, sequence=sequence):
         assert all(equal), equal
         # FP8 gathers what 16 bits do. One number of each of x, of dY and of W is agreed upon.
@@ -362,7 +362,7 @@ def test_weights_are_quantised_once_a_step():
     assert sorted(made) == sorted(map(torch.Size, matrices * 2 * STEPS))
 
 
-def test_whatever_changes_weights_makes_fp8_weights_anew():
+def test_changed_weights_are_quantised_anew():
     w, layer = weight(normal(128, 128, dtype=torch.float32)), Fp8(FP8_RECIPES["blockwise"], torch.float32)
     first, _ = layer.quantise_weight((w,))
     assert layer.quantise_weight((w,))[0] is first

@@ -322,7 +322,7 @@ def on_a_grid(folder: str, flags: str) -> tuple[list[tuple[float, float]], list[
     return out, grids.pieces(optimizer, "master")
 
 
-def test_training_on_any_grid_is_that_of_transformers(pool, tmp_path, monkeypatch):
+def test_training_on_four_grids_is_that_of_transformers(pool, tmp_path, monkeypatch):
     """Losses and norms of six steps, and weights after the last: these to 1e-7 of a tensor's largest element, as AdamW
     divides small gradients by their own size."""
     want, cases = {}, []

@@ -137,7 +137,7 @@ def test_nothing_goes_in_and_nothing_comes_out(uses_kernels):
         assert loss == 0 and not x.grad.any() and not weight.grad.any()
 
 
-def test_in_16_bits_all_is_computed_in_fp32_and_rounded_once():
+def test_fp16_is_computed_in_fp32_and_rounded_once():
     """Rows whose squares fp16 cannot hold; an epsilon that counts, of inputs both large and small."""
     half = partial(numbers, dtype=torch.float16)
     x, dy, weight = 40 * half(7, 300), half(7, 300, seed=1), half(300, seed=2)

@@ -116,7 +116,7 @@ def test_an_update_is_as_near_the_exact_one_as_that_of_torch(dtype):
 
 
 @pytest.mark.parametrize("flags, n", [("--dp 8", 8), ("--dp 16 --tp 2 --pp 2", 32)])
-def test_owners_of_a_llama_have_equal_work_and_get_most_from_few(flags, n):
+def test_owners_of_a_llama_have_equal_work_on_matrices_that_they_hold(flags, n):
     world = n * (2 if "--pp" in flags else 1)
     settings = rules.parse(f"--preset llama-3.1-8b --seq-len 64 --micro-batch 1 --dtype bf16 --optimizer muon --zero 1 "
                             f"--global-batch {2 * n} {flags}".split(), world)

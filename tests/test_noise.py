@@ -85,7 +85,7 @@ def estimate(grid: str, left_out: str | None = None) -> dict:
     return {name: value.item() for name, value in found.items()}
 
 
-def test_every_grid_measures_the_same_noise(pool):
+def test_grids_measure_the_same_noise(pool):
     (want, *others), *more = [found for ranks, flags in ((2, ("", "--zero 1")), (4, ("--tp 2 --sp off", "--pp 2")))
                               for found in grids.for_each(pool, ranks, estimate, [
                                   dict(grid=f"--micro-batch 12 {grid}") for grid in flags])]

@@ -77,14 +77,14 @@ COMMUNICATED = {
 ELSEWHERE = {  # test -> its fields
     "test_cp.py::test_a_run_splits_the_documents_that_it_reads": "cp_zigzag",
     "test_offload.py::test_what_is_offloaded_is_on_the_host": "offload",
-    "test_config.py::test_a_preset_fills_the_model_and_any_field_overrides_it": "preset",
+    "test_config.py::test_a_preset_fills_the_model_and_a_flag_overrides_any_of_its_fields": "preset",
     "test_config.py::test_choices_left_open_are_made": "dp",
     "test_zero.py::test_gradients_sent_in_bf16_take_half_the_bytes_and_are_rounded": "reduce_dtype",
     "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit": "checkpoint_dir save_every resume",
     "test_checkpoint.py::test_a_change_of_model_or_data_is_refused_unless_insisted_on": "allow_mismatch",
     "test_checkpoint.py::test_a_downloaded_model_is_tuned_in_two_commands": "init_from export_hf",
     "test_train.py::test_a_run_says_what_it_does_learns_and_saves_when_it_is_asked_to_end": "metrics",
-    "test_train.py::test_every_grid_trains_evaluates_and_samples_as_one_process": "sample_prompt",
+    "test_train.py::test_grids_train_evaluate_and_sample_as_one_process": "sample_prompt",
     "test_generate.py::test_flags_become_settings_of_train":
         "sample_chat sample_tokens sample_temperature sample_top_k sample_top_p sample_seed",
     "test_train.py::test_fewer_gpus_than_ranks_is_an_error_and_none_is_not": "device",

@@ -144,7 +144,7 @@ def outcomes(pool, folder, grids: list[tuple[int, str]], flags: str) -> list[tup
     return found
 
 
-def test_every_grid_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
+def test_grids_train_evaluate_and_sample_as_one_process(pool, tmp_path):
     """Of ten validation samples every grid takes each once, whatever its micro-batches."""
     (tmp_path / "unseen.txt").write_text(UNSEEN)
     flags = (f"--data {ROOT}/train.py --val-data {tmp_path}/unseen.txt --dtype fp64 --steps 4 --lr 0.01 "
@@ -174,7 +174,7 @@ def test_validation_takes_each_sample_once_whatever_the_global_batch(tmp_path):
     assert found == pytest.approx(3 * [found[-1]], rel=1e-10)
 
 
-def test_every_grid_of_experts_trains_evaluates_and_samples_as_one_process(pool, tmp_path):
+def test_grids_of_experts_train_evaluate_and_sample_as_one_process(pool, tmp_path):
     """The second time with a dense layer, which is a stage of the pipeline."""
     flags = (f"--preset tiny-moe --experts 4 --expert-ffn 24 --router-bias-rate 0.02 --data {ROOT}/train.py "
              f"--val-data {ROOT}/pp.py --dtype fp64 --steps 3 --lr 0.01 --global-batch 8 --eval-every 3 --eval-steps 1 "
