@@ -169,7 +169,7 @@ MIXED = ("--data {0}/some.npy {0}/none.npy {0}/all.npy --data-weights 2,1,1 --va
 
 
 def test_targets_that_ranks_and_micro_batches_have_in_very_different_numbers_make_one_mean(pool, sources):
-    """Any grid is one process, which is torch's mean over the targets of the global batch."""
+    """Four grids are one process, which is torch's mean over the targets of the global batch."""
     flags = f"{MODEL} {MIXED.format(sources)}"
     settings = rules.parse(flags.split())
     runs.run(flags)
