@@ -25,8 +25,8 @@ def test_two_blocks_in_plain_calls_are_attention_to_all_keys():
 
 
 @pytest.mark.parametrize("width, dtype, kv_heads", [
-    (64, torch.bfloat16, 2), (64, torch.float16, 2), (64, torch.float32, 8), (256, torch.bfloat16, 2),
-    (264, torch.bfloat16, 8)])
+    (64, torch.bfloat16, 2), (64, torch.float32, 8), (256, torch.bfloat16, 2), (264, torch.bfloat16, 8),
+    (64, torch.float16, 2)])
 def test_grouped_queries_on_a_gpu_have_a_fused_kernel_in_16_and_32_bits(monkeypatch, width, dtype, kv_heads):
     """In fp32, and for heads wider than 256, none takes fewer key than query heads: torch would save the scores. By
     fake tensors of a GPU."""
