@@ -26,7 +26,7 @@ tile of keys has a larger score, l_i and the result so far, acc, are scaled down
 The result is o_i = acc / l_i. Backward computes p again, from one number per row, lse = m_i + log l_i:
 
     p = exp(s - lse)
-    ds = p (do_i v_j^T - delta_i)                   delta_i = sum of do_i o_i over D
+    ds = p (do_i v_j^T - delta_i)                   delta_i = sum of do_i o_i over V
     dq_i += ds k_j / sqrt(D)                        in the dq kernel
     dk_j += ds^T q_i / sqrt(D),  dv_j += p^T do_i   in the dkv kernel
 
@@ -34,7 +34,8 @@ With two kernels no two programs add to the same memory. So there are no atomics
 In return backward has 7 matmuls instead of 5, because each kernel computes s and ds. Sums and exponentials are fp32.
 
 Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2 (this order of loops); Milakov & Gimelshein 2018.
-Shapes: B batch, S sequence, N query heads, K key and value heads, D head width; rows: queries, columns: keys.
+Shapes: B batch, S sequence, N query heads, K key and value heads, D width of queries and keys, V width of values and o;
+rows: queries, columns: keys.
 Names: i and j number queries and keys. q_i is a tile of queries, k_j a tile of keys.
 """
 from typing import NamedTuple
@@ -52,11 +53,13 @@ from sdpa import attention_sdpa, sdpa_backward, sdpa_forward
 # ---- the plain version: the same loops in plain torch ---------------------------------------------------------------
 
 def flash_forward_reference(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of heads [..., S, D] in tiles of rows x columns. Return o and lse [..., S]."""
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    """Compute causal attention of heads [..., S, D] and v [..., S, V] in tiles of rows x columns. Return o [..., S, V]
+    and lse [..., S]."""
+    o, lse = torch.empty_like(v), q.new_empty(q.shape[:-1])
     for queries in tiles_of(q, rows):  # each iteration is a program of the forward kernel
         q_i = q[..., queries, :]
-        m_i, l_i, acc = q.new_full(q_i.shape[:-1], -torch.inf), q.new_zeros(q_i.shape[:-1]), torch.zeros_like(q_i)
+        m_i, l_i = q.new_full(q_i.shape[:-1], -torch.inf), q.new_zeros(q_i.shape[:-1])
+        acc = torch.zeros_like(v[..., queries, :])
         for keys in tiles_of(k, columns):
             if keys.start >= queries.stop:  # this tile and all later ones are hidden
                 break
@@ -141,7 +144,7 @@ WIDE_FP32_TILES = Tiles(16, 16, 4, 1)  # for heads up to 256 wide
 # ---- parts of kernels: loading a tile, hiding scores, finding visible keys ------------------------------------------
 # A tensor [B, heads, S, D] is one argument x of a kernel: x[0] is its address, and x[1:] are the strides of B, heads
 # and S. b is the index of a sequence, and h the index of a head. Offsets are 64 bits, because a tensor may have more
-# than 2^31 elements. WIDTH is D, padded to a power of 2.
+# than 2^31 elements. WIDTH is D, padded to a power of 2. V and V_WIDTH are the same of values, o and do.
 
 @triton.jit
 def tile_of(x, b, h, start, S, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
@@ -257,8 +260,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs compute 2^x, so exp(x) = 2^(x 
 
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group, rows, columns, offset,
-                         D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                         CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+                         D: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr, V_WIDTH: tl.constexpr,
+                         ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Each program computes o_i and lse of a tile of queries."""
     start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last tile has the most keys, so it starts first
     DOCUMENTS: tl.constexpr = q_documents is not None
@@ -270,7 +273,7 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group
     i = start_i + tl.arange(0, ROWS)
     m_i = tl.full([ROWS], -float("inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     for MASKED in tl.static_range(WINDOW > 0 or DOCUMENTS, 2):
         for start_j in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
             # Scores of this tile.
@@ -290,18 +293,18 @@ def flash_forward_kernel(q, k, v, o, lse, q_documents, k_documents, scale, group
             # Scale the sums so far down, and add this tile.
             alpha = tl.exp2(m_i - shift)
             l_i = l_i * alpha + tl.sum(p, 1)
-            v_j = load_tile(v, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
+            v_j = load_tile(v, b, h // group, start_j, columns, V, V_WIDTH, COLUMNS, MASKED)
             acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")
             m_i = m_new
     # After the loop: divide, and store.
-    store_tile(o, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], b, h, start_i, rows, D, WIDTH, ROWS)
+    store_tile(o, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], b, h, start_i, rows, V, V_WIDTH, ROWS)
     tl.store(lse + (b * tl.num_programs(1) + h) * rows + i, (m_i + tl.log2(l_i)) / LOG2_E, i < rows)  # base e
 
 
 @triton.jit
 def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
-                    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+                    D: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr, V_WIDTH: tl.constexpr,
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Each program computes dq_i of a tile of queries. It also writes delta, which flash_dkv_kernel reads."""
     start_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     DOCUMENTS: tl.constexpr = q_documents is not None
@@ -310,8 +313,8 @@ def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, sc
                                               COLUMNS, CAUSAL, WINDOW)
     # Before the loop: everything that belongs to the queries.
     q_i = load_tile(q, b, h, start_i, rows, D, WIDTH, ROWS, True)
-    do_i = load_tile(do, b, h, start_i, rows, D, WIDTH, ROWS, True)
-    o_i = load_tile(o, b, h, start_i, rows, D, WIDTH, ROWS, True)
+    do_i = load_tile(do, b, h, start_i, rows, V, V_WIDTH, ROWS, True)
+    o_i = load_tile(o, b, h, start_i, rows, V, V_WIDTH, ROWS, True)
     i, row = start_i + tl.arange(0, ROWS), (b * tl.num_programs(1) + h) * rows
     lse_i = tl.load(lse + row + i, i < rows, other=0.0) * LOG2_E
     delta_i = tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1)
@@ -321,7 +324,7 @@ def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, sc
         for start_j in range(masked_from if MASKED else 0, stop if MASKED else masked_from, COLUMNS):
             # p, computed again from lse; then the mask.
             k_j = load_tile(k, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
-            v_j = load_tile(v, b, h // group, start_j, columns, D, WIDTH, COLUMNS, MASKED)
+            v_j = load_tile(v, b, h // group, start_j, columns, V, V_WIDTH, COLUMNS, MASKED)
             p = tl.exp2(tl.dot(q_i, tl.trans(k_j), input_precision="ieee") * scale - lse_i[:, None])
             if MASKED:
                 j = start_j + tl.arange(0, COLUMNS)
@@ -335,8 +338,8 @@ def flash_dq_kernel(q, k, v, o, do, dq, lse, delta, q_documents, k_documents, sc
 
 @triton.jit
 def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, scale, group, rows, columns, offset,
-                     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                     CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+                     D: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr, V_WIDTH: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Each program computes dk_j and dv_j of a tile of keys. It loops over the queries of all heads that share this key
     and value head.
 
@@ -347,7 +350,7 @@ def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, 
     DOCUMENTS: tl.constexpr = q_documents is not None
     kv_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k_j = load_tile(k, b, kv_head, start_j, columns, D, WIDTH, COLUMNS, True)
-    v_j = load_tile(v, b, kv_head, start_j, columns, D, WIDTH, COLUMNS, True)
+    v_j = load_tile(v, b, kv_head, start_j, columns, V, V_WIDTH, COLUMNS, True)
     j = start_j + tl.arange(0, COLUMNS)
     # Queries from `first` to `stop` may see these keys.
     first, stop, j_document = 0, rows, None
@@ -360,14 +363,14 @@ def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, 
     if WINDOW:
         stop = tl.minimum(stop, start_j + COLUMNS - 1 + WINDOW - offset)
     acc_dk = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    acc_dv = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    acc_dv = tl.zeros([COLUMNS, V_WIDTH], tl.float32)
     for member in range(group):
         h = kv_head * group + member
         row = (b * tl.num_programs(1) * group + h) * rows
         for start_i in range(first // ROWS * ROWS, stop, ROWS):
             # Everything that belongs to this tile of queries. Queries that do not exist have p = 0.
             q_i = load_tile(q, b, h, start_i, rows, D, WIDTH, ROWS, True)
-            do_i = load_tile(do, b, h, start_i, rows, D, WIDTH, ROWS, True)
+            do_i = load_tile(do, b, h, start_i, rows, V, V_WIDTH, ROWS, True)
             i = start_i + tl.arange(0, ROWS)
             lse_i = tl.load(lse + row + i, i < rows, other=float("inf")) * LOG2_E
             delta_i = tl.load(delta + row + i, i < rows, other=0.0)
@@ -380,7 +383,7 @@ def flash_dkv_kernel(q, k, v, do, dk, dv, lse, delta, q_documents, k_documents, 
             ds = p * (tl.dot(v_j, tl.trans(do_i), input_precision="ieee") - delta_i[None, :])
             acc_dk = tl.dot(ds.to(q_i.dtype), q_i, acc_dk, input_precision="ieee")
     store_tile(dk, acc_dk * (scale / LOG2_E), b, kv_head, start_j, columns, D, WIDTH, COLUMNS)
-    store_tile(dv, acc_dv, b, kv_head, start_j, columns, D, WIDTH, COLUMNS)
+    store_tile(dv, acc_dv, b, kv_head, start_j, columns, V, V_WIDTH, COLUMNS)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -389,10 +392,11 @@ def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple
     """Return what kernels read: the mask, with document numbers of 32 bits, and the tensors, with the last dimension
     contiguous and any other strides. Raises AssertionError if tensors do not fit together."""
     # k.shape[::3] is B and D, and x.shape[::2] is B and the number of tokens.
-    assert q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3], \
-        f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} and v {list(v.shape)} B K columns D"
+    assert q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[::3] == q.shape[::3], \
+        f"q {list(q.shape)} must be B N rows D, k {list(k.shape)} B K columns D and v {list(v.shape)} B K columns V"
     assert k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads cannot share {k.shape[1]} kv heads"
-    assert q.shape[3] in range(1, 257), f"heads are {q.shape[3]} wide; at least 1 and at most 256 fit"
+    for width in q.shape[3], v.shape[3]:
+        assert width in range(1, 257), f"heads are {width} wide; at least 1 and at most 256 fit"
     assert q.dtype == k.dtype == v.dtype, f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must be of one type"
     if mask.documents is not None:
         for documents, x in zip(mask.documents, (q, k)):
@@ -402,44 +406,46 @@ def prepare(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple
     return mask, *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *more))
 
 
-def empty_heads(x: Tensor) -> Tensor:
-    """Allocate a tensor of the shape of x [B, N, S, D]. All heads of a token are contiguous in memory, because the
-    matmul after attention needs that."""
-    B, N, S, D = x.shape
-    return x.new_empty(B, S, N, D).transpose(1, 2)
+def empty_heads(x: Tensor, width: int) -> Tensor:
+    """Allocate [B, N, S, width] for x [B, N, S, D]. All heads of a token are contiguous in memory, because the matmul
+    after attention needs that."""
+    B, N, S, _ = x.shape
+    return x.new_empty(B, S, N, width).transpose(1, 2)
 
 
 def launch_tiles(kernel: triton.JITFunction, step: str, mask: Mask, heads: tuple[Tensor, ...],
                  *per_row: Tensor) -> None:
     """Launch a program for each tile of queries of each head, or for each tile of keys if step is "dkv".
 
-    heads: q, k and others. per_row: lse, delta. WIDTH is at least 16, because tensor cores need that.
+    heads: q, k, v and others. per_row: lse, delta. WIDTH is at least 16, because tensor cores need that.
     """
-    (B, N, rows, D), (_, K, columns, _) = heads[0].shape, heads[1].shape
-    width = max(16, triton.next_power_of_2(D))
+    (B, N, rows, D), (_, K, columns, V) = heads[0].shape, heads[2].shape
+    width, v_width = (max(16, triton.next_power_of_2(each)) for each in (D, V))
+    widest = max(width, v_width)
     if heads[0].element_size() == 2:
-        tiles = TILES[step, max(64, width)]
+        tiles = TILES[step, max(64, widest)]
     else:
-        tiles = FP32_TILES if width <= 128 else WIDE_FP32_TILES
-    if step == "dkv" and D < width <= 128:  # masking padded columns needs the registers that prefetching would use
+        tiles = FP32_TILES if widest <= 128 else WIDE_FP32_TILES
+    # Masking padded columns needs the registers that prefetching would use.
+    if step == "dkv" and (D < width or V < v_width) and widest <= 128:
         tiles = tiles._replace(num_stages=1)
     grid = (triton.cdiv(columns, tiles.COLUMNS), K, B) if step == "dkv" else (triton.cdiv(rows, tiles.ROWS), N, B)
     launch(kernel, grid, *[(x, *x.stride()[:3]) for x in heads], *per_row, *(mask.documents or (None, None)),
-           D ** -0.5 * LOG2_E.value, N // K, rows, columns, mask.offset, D=D, WIDTH=width, CAUSAL=mask.causal,
-           WINDOW=mask.window, **tiles._asdict())
+           D ** -0.5 * LOG2_E.value, N // K, rows, columns, mask.offset, D=D, WIDTH=width, V=V, V_WIDTH=v_width,
+           CAUSAL=mask.causal, WINDOW=mask.window, **tiles._asdict())
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
-    """Return o [B, N, rows, D], and lse [B, N, rows]: logsumexp of scores, in fp32. It is -inf where a row sees no key.
+    """Return o [B, N, rows, V], and lse [B, N, rows]: logsumexp of scores, in fp32. It is -inf where a row sees no key.
 
-    q: [B, N, rows, D]. k, v: [B, K, columns, D], with K a divisor of N. Strides may be any. D is at most 256. It is
-        padded to a power of 2, so other widths waste work.
+    q: [B, N, rows, D]. k: [B, K, columns, D]. v: [B, K, columns, V]. K is a divisor of N. Strides may be any. D and V
+        are at most 256. Each is padded to a power of 2, so other widths waste work.
     mask: document numbers must be below 2^31.
 
     Raises AssertionError if tensors do not fit together.
     """
     mask, q, k, v = prepare(mask, q, k, v)
-    o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o, lse = empty_heads(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     try:
         launch_tiles(flash_forward_kernel, "forward", mask, (q, k, v, o), lse)
         return o, lse
@@ -455,9 +461,11 @@ def flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
         parallelism (cp.py).
     """
     mask, q, k, v, do, o = prepare(mask, q, k, v, do, o)
-    assert do.shape == o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
-        f"do {list(do.shape)}, o {list(o.shape)} must be as q {list(q.shape)}, lse {list(lse.shape)} its rows, fp32"
-    dq, dk, dv = map(empty_heads, (q, k, v))
+    assert do.shape == o.shape == (*q.shape[:3], v.shape[3]), \
+        f"do {list(do.shape)} and o {list(o.shape)} must be as q {list(q.shape)}, with the width of v {list(v.shape)}"
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32, \
+        f"q is {list(q.shape)}, so lse {list(lse.shape)} must be its rows, in fp32"
+    dq, dk, dv = (empty_heads(x, x.shape[3]) for x in (q, k, v))
     lse, delta = lse.contiguous(), lse.new_empty(lse.shape)
     try:
         launch_tiles(flash_dq_kernel, "dq", mask, (q, k, v, o, do, dq), lse, delta)

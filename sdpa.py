@@ -12,16 +12,19 @@ Torch has several attention kernels, which it calls backends. A fused kernel nev
 [rows, columns] to memory. "math" is not fused: it writes them, and saves them for backward. The
 table says what we give each kernel.
 
-    kernel      device   dtypes          mask                         D          heads of k and v that we pass
-    cuDNN       GPU      16 bits         none, or is_causal           to 128     K
-    flash       GPU      16 bits         none, or is_causal           to 256     K
-    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any        N (each repeated)
-    math        GPU      any             none, is_causal, or tensor   any        K, or N (each repeated)
-    flash       CPU      any             none, is_causal, or tensor   any        K; N (each repeated) for whole
-                                                                                 sequences with a tensor
+    kernel      device   dtypes          mask                         D            heads of k and v that we pass
+    cuDNN       GPU      16 bits         none, or is_causal           to 128, or   K
+                                                                      192 (V 128)
+    flash       GPU      16 bits         none, or is_causal           to 256       K
+    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any          N (each repeated)
+    math        GPU      any             none, is_causal, or tensor   any          K, or N (each repeated)
+    flash       CPU      any             none, is_causal, or tensor   any          K; N (each repeated) for whole
+                                                                                   sequences with a tensor
 
-Shapes: B batch, N query heads, K key and value heads, D head width; rows: queries, columns: keys;
-lse [B, N, rows]: the log-sum-exp of each row's scores.
+Shapes: B batch, N query heads, K key and value heads, D width of a query or key, V width of a
+value, which is D or less; rows: queries, columns: keys. q [B, N, rows, D], k [B, K, columns, D] and
+v [B, K, columns, V] give o [B, N, rows, V] and lse [B, N, rows], the log-sum-exp of each row's
+scores.
 
 Masks have three kinds (`Mask.kind` in operations.py):
 
@@ -41,6 +44,11 @@ up to D = 128, flash for wider heads, and the CPU's flash on CPUs. On a GPU thes
 mask tensors, fp32, fp64, D above 256, and a D that is not a multiple of 8. In these cases
 math_forward and math_backward of operations.py compute the block (`has_gpu_kernel`).
 
+Narrow values, V < D, as latent attention has them (mla.py): flash needs V = D, on GPUs and on CPUs.
+There values are padded with zeros, which costs 2 D / (D + V) times the FLOPs of forward. The other
+kernels take narrow values as they are (`needs_padding`). DeepSeek-V3's widths are 192 and 128.
+cuDNN takes them on Hopper and on data center Blackwell.
+
 Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. With a mask tensor
 its backward may return NaN, and for wider heads torch may refuse the backward. So we disable cuDNN
 in both cases (`choose_sdpa_kernels`).
@@ -58,6 +66,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,7 +78,7 @@ from operations import AttentionKernel, Mask, math_backward, math_forward, repea
 # ---- the plain version: two blocks of keys, without a mask, on a CPU -------------------------------------------------
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to one block of keys: (o [B, N, rows, D], lse [B, N, rows])."""
+    """Attend to one block of keys, with V = D: (o [B, N, rows, D], lse [B, N, rows])."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
 
 
@@ -95,6 +105,7 @@ def attend_in_two_blocks(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[T
 # The fastest on Hopper first.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_WIDTH = 128  # the widest heads that we give cuDNN: for wider ones, such as 192, torch may refuse its backward
+DEEPSEEK_WIDTHS = 192, 128  # D and V: the exception, which torch takes where this GPU's cuDNN has both directions
 FLASH_WIDTH = 256  # the widest heads that flash takes on a GPU
 
 
@@ -111,15 +122,21 @@ def set_sdpa_order() -> AbstractContextManager:
     return context
 
 
-def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
+def choose_sdpa_kernels(cudnn: bool) -> None:
     """Set which kernels the next F.scaled_dot_product_attention on a GPU may choose.
 
-    Allow all kernels of SDPA_ORDER, but exclude cuDNN if heads are wider than CUDNN_WIDTH or if
-    there is a mask tensor. With a mask tensor, cuDNN's backward returns NaN for some lengths
-    (pytorch#196678).
+    Allow all kernels of SDPA_ORDER, but cuDNN only if `cudnn`. cuDNN must not get widths that
+    `fits_cudnn` excludes. It must not get a mask tensor either, because its backward then returns
+    NaN for some lengths (pytorch#196678).
     """
     set_sdpa_order()
-    torch.backends.cuda.enable_cudnn_sdp(width <= CUDNN_WIDTH and not has_mask)  # a flag, which takes 0.7 us to set
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)  # a flag, which takes 0.7 us to set
+
+
+def fits_cudnn(q: Tensor, v: Tensor) -> bool:
+    """Whether we give cuDNN heads of these widths."""
+    widths = q.shape[-1], v.shape[-1]
+    return max(widths) <= CUDNN_WIDTH or widths == DEEPSEEK_WIDTHS
 
 
 # ---- attention of whole sequences -----------------------------------------------------------------------------------
@@ -127,12 +144,14 @@ def choose_sdpa_kernels(width: int, has_mask: bool) -> None:
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attend to all keys, without saving scores (unless no fused kernel takes the call).
 
-    q: [B, N, rows, D]; k, v: [B, K, columns, D] -> o [B, N, rows, D].
+    q: [B, N, rows, D]; k: [B, K, columns, D]; v: [B, K, columns, V] -> o [B, N, rows, V].
     """
     kind = mask.kind(q.shape[2], k.shape[2])
+    if needs_padding(q, k, v, kind):
+        return OneBlock.apply(q, k, v, mask)
     visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
     if q.is_cuda:
-        choose_sdpa_kernels(q.shape[-1], visible is not None)
+        choose_sdpa_kernels(fits_cudnn(q, v) and visible is None)
     efficient_only = q.is_cuda and (q.itemsize > 2 or q.shape[-1] > FLASH_WIDTH)  # no other fused kernel takes these
     if kind == "general" or efficient_only:  # here no fused kernel takes K < N
         k, v = repeat_kv_heads(q, k, v)
@@ -155,6 +174,9 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     """Attend to one block of keys: see AttentionKernel.forward in operations.py."""
     check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
+    if needs_padding(q, k, v, kind):
+        o, lse = sdpa_forward(q, k, pad_to_keys(v, k), mask)
+        return o[..., :v.shape[-1]].clone(), lse  # cloned, because a view would keep the padding in memory
     if q.is_cuda:
         return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
@@ -169,6 +191,10 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     """Compute the gradients of one block: see AttentionKernel.backward in operations.py."""
     check_heads(q, k)
     kind = mask.kind(q.shape[2], k.shape[2])
+    if needs_padding(q, k, v, kind):
+        padded_do, padded_v, padded_o = (pad_to_keys(x, k) for x in (do, v, o))
+        dq, dk, dv = sdpa_backward(padded_do, q, k, padded_v, padded_o, lse, mask)
+        return dq, dk, dv[..., :v.shape[-1]]
     if q.is_cuda:
         return (gpu_backward if has_gpu_kernel(q, kind) else math_backward)(do, q, k, v, o, lse, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
@@ -194,12 +220,12 @@ def has_gpu_kernel(q: Tensor, kind: str) -> bool:
 
 
 def gpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Attend with cuDNN, or with flash for heads wider than CUDNN_WIDTH.
+    """Attend with cuDNN, or with flash for heads that do not fit it.
 
     The first call with a shape is slow, because cuDNN makes a plan for it.
     """
     is_causal = mask.kind(q.shape[2], k.shape[2]) == "causal"
-    if q.shape[-1] > CUDNN_WIDTH:
+    if not fits_cudnn(q, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=is_causal)[:2]
     o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal)
@@ -215,10 +241,50 @@ def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Te
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
     options = dict(cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=0.0,
                    is_causal=mask.kind(q.shape[2], k.shape[2]) == "causal", philox_seed=seed, philox_offset=seed)
-    if q.shape[-1] > CUDNN_WIDTH:
+    if not fits_cudnn(q, v):
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(do, q, k, v, o, lse, **options)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), attn_bias=None, **options)
+
+
+# ---- values narrower than keys --------------------------------------------------------------------------------------
+# Zeros beside the values make zeros beside o, and change nothing else: scores do not depend on values.
+
+def needs_padding(q: Tensor, k: Tensor, v: Tensor, kind: str) -> bool:
+    """Whether the kernel of this call takes no values narrower than keys. kind: the result of
+    Mask.kind."""
+    if v.shape[-1] == k.shape[-1]:
+        return False
+    if not q.is_cuda:
+        return True  # the CPU's flash. Without padding torch would take math, which saves the scores
+    if not has_gpu_kernel(q, kind):
+        return False  # efficient and math take any
+    choose_sdpa_kernels(cudnn=True)  # else cuDNN might be disabled by an earlier call
+    params = SDPAParams(q, k, v, None, 0.0, kind == "causal", q.shape[1] > k.shape[1])
+    return not (fits_cudnn(q, v) and can_use_cudnn_attention(params))
+
+
+def pad_to_keys(x: Tensor, k: Tensor) -> Tensor:
+    """Pad v, o or do with zeros to the width of keys."""
+    return F.pad(x, (0, k.shape[-1] - x.shape[-1]))
+
+
+class OneBlock(Function):
+    """Attend to all keys as to one block of keys, so that padding is not saved for backward.
+
+    Autograd would save padded values and the padded o.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask):
+        o, lse = sdpa_forward(q, k, v, mask)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.mask = mask
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return *sdpa_backward(do, *ctx.saved_tensors, ctx.mask), None
 
 
 SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_tensor=("general",))
