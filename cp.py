@@ -20,10 +20,10 @@ are on other ranks. `plain_attention` below is context parallelism in six lines.
 file divides the work equally, sends while it computes, and holds fewer keys at a time.
 
 Shapes: B batch; S tokens per sequence; c ranks; s = S/c tokens per rank; m = s/2 tokens per chunk;
-N query heads; K key and value heads; D head width. Values are as wide as keys (mla.py pads them).
-The table is for one layer and one sequence. In it, e is the bytes of an element of keys and values,
-and g the bytes of an element of their gradients, which are summed in the accumulation dtype (g = 4
-in a bf16 run).
+N query heads; K key and value heads; D width of a query or key; V width of a value or result, which
+is D except in latent attention (mla.py). The table is for one layer and one sequence, with V = D.
+In it, e is the bytes of an element of keys and values, and g the bytes of an element of their
+gradients, which are summed in the accumulation dtype (g = 4 in a bf16 run).
 
                bytes sent by a rank                            peak memory, besides the rank's own K and V
                forward               backward                  forward                 backward
@@ -100,7 +100,7 @@ from sdpa import SDPA
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, group: Group) -> Tensor:
     """Attend causally from this rank's queries to the tokens of all ranks.
 
-    q: [B, N, s, D]. k, v: [B, K, s, D]. Returns o [B, N, s, D].
+    q: [B, N, s, D]. k: [B, K, s, D]. v: [B, K, s, V]. Returns o [B, N, s, V].
     positions: [s], the positions of this rank's tokens in the sequence, in any order.
 
     Backward reduce-scatters the gradients of keys and values: each rank used all of them, so each
@@ -336,7 +336,7 @@ def join_blocks(blocks: list[ScoreBlock], both: slice) -> list[ScoreBlock]:
 #     dx = p (do vᵀ - rowsum(do o))   rowsum(do o) is the part of softmax's derivative that sums over all keys
 
 def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: bool) -> None:
-    """Merge a block's new_o and new_lse into o [B, N, rows, D] and lse [B, N, rows], in place.
+    """Merge a block's new_o and new_lse into o [B, N, rows, V] and lse [B, N, rows], in place.
 
     o and lse have the accumulation dtype. is_first: o and lse have no values of these rows yet.
 
@@ -360,7 +360,7 @@ def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor, *, is_first: b
 class Style(NamedTuple):
     """How the keys and values of all ranks reach a rank, step by step.
 
-    For example, this is the ring of c = 4 on rank 1. A shard is kv [tokens, 2, B, K, D]: keys and
+    For example, this is the ring of c = 4 on rank 1. A shard is kv [tokens, B, K, D + V]: keys and
     values, by token.
 
         step                           0           1           2           3
@@ -384,25 +384,25 @@ class Style(NamedTuple):
     send_back: Callable[[Tensor, Pending | None, Group], Pending] | None = None
 
     def keys_and_values(self, k: Tensor, v: Tensor, group: Group) -> Iterable[Sequence[Tensor]]:
-        """Return an iterable of (k, v) for each step, each [B, K, tokens, D]."""
+        """Return an iterable of (k, v) for each step, [B, K, tokens, D] and [B, K, tokens, V]."""
         if self.exchange is None:
             return [(k, v)]
-        return map(by_head, self.exchange(stack_by_token(k, v), group))
+        return (by_head(kv, k.shape[3]) for kv in self.exchange(join_by_token(k, v), group))
 
 
 class BlockAttention(Function):
-    """Attention of q [B, N, s, D] to the keys of all ranks.
+    """Attention of q [B, N, s, D] to the keys of all ranks: o [B, N, s, V].
 
-    k, v: this rank's keys and values, [B, K, s, D]. With "latents" they are the keys and values of
-        all tokens, [B, K, S, D], and `gather_tokens` sums their gradients over the ranks.
+    k, v: this rank's keys [B, K, s, D] and values [B, K, s, V]. With "latents" they are the keys and
+        values of all S tokens, and `gather_tokens` sums their gradients over the ranks.
     steps: the result of `visible_blocks`.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, style, steps, attention, group):
-        B, N, s, D = q.shape
+        B, N, s, _ = q.shape
         options = dict(dtype=acc_dtype(q.dtype), device=q.device)
-        o = torch.empty(B, s, N, D, **options).transpose(1, 2)  # the heads of a token are contiguous
+        o = torch.empty(B, s, N, v.shape[3], **options).transpose(1, 2)  # the heads of a token are contiguous
         lse = torch.empty(B, N, s, **options)
         for (step_k, step_v), blocks in zip(style.keys_and_values(k, v, group), steps):
             for queries, keys, mask in blocks:
@@ -418,11 +418,12 @@ class BlockAttention(Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         B, K, _, D = k.shape
+        V = v.shape[3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
         own_dkv = pending = None
         for (step_k, step_v), blocks in zip(ctx.style.keys_and_values(k, v, ctx.group), ctx.steps):
-            dkv = lse.new_zeros(step_k.shape[2], 2, B, K, D)  # gradients of this step's keys and values, by token
-            step_dk, step_dv = by_head(dkv)  # views: what is added to them is added to dkv
+            dkv = lse.new_zeros(step_k.shape[2], B, K, D + V)  # gradients of this step's keys and values, by token
+            step_dk, step_dv = by_head(dkv, D)  # views: what is added to them is added to dkv
             for queries, keys, mask in blocks:
                 row_lse = lse[:, :, queries].contiguous()  # the kernels take other tensors with any strides
                 block_dq, block_dk, block_dv = ctx.attention.backward(
@@ -437,21 +438,21 @@ class BlockAttention(Function):
                 pending = ctx.style.send_back(dkv, pending, ctx.group)
         if pending:
             own_dkv += pending.wait()
-        dk, dv = by_head(own_dkv.to(k.dtype))
+        dk, dv = by_head(own_dkv.to(k.dtype), D)
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
-def stack_by_token(k: Tensor, v: Tensor) -> Tensor:
-    """Stack k and v, each [B, K, s, D], to kv [s, 2, B, K, D].
+def join_by_token(k: Tensor, v: Tensor) -> Tensor:
+    """Join k [B, K, s, D] and v [B, K, s, V] to kv [s, B, K, D + V].
 
     The chunks of kv are contiguous, so they are sent and gathered without another copy.
     """
-    return torch.stack([rearrange(x, "b n s d -> s b n d") for x in (k, v)], 1)
+    return torch.cat([rearrange(x, "b n s d -> s b n d") for x in (k, v)], -1)
 
 
-def by_head(kv: Tensor) -> Tensor:
-    """View kv [s, 2, B, K, D] as k and v, [2, B, K, s, D]."""
-    return rearrange(kv, "s two b n d -> two b n s d")
+def by_head(kv: Tensor, D: int) -> Sequence[Tensor]:
+    """View kv [s, B, K, D + V] as k [B, K, s, D] and v [B, K, s, V]."""
+    return rearrange(kv, "s b n d -> b n s d").split([D, kv.shape[-1] - D], -1)
 
 
 # ---- the ring -------------------------------------------------------------------------------------------------------
@@ -619,7 +620,7 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], grou
     return heads_for_tokens(attend(q, k, v), group)
 
 
-def tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
+def tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> list[Tensor]:
     """Trade [B, N, s, D] for [B, N/U, U s, D], with the tokens in the order of the sequence.
 
     q, k and v are sent in one all-to-all.
@@ -627,13 +628,14 @@ def tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Ten
     u = group.size
     copies = u // math.gcd(u, k.shape[1])  # how often each key and value head is repeated, so that u divides them
     heads = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
-    by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b n s d", u=u) for x in heads], 2)
-    # by_rank and shards: [U, B, n, s, D], where n counts the heads of q, k and v that one rank gets. Row r of by_rank
-    # goes to rank r, and row r of shards is from rank r.
+    by_rank = torch.cat([rearrange(x, "b (u n) s d -> u b s (n d)", u=u) for x in heads], -1)
+    # by_rank and shards: [U, B, s, W], where W is the width of all heads of q, k and v that one rank gets. Row r of
+    # by_rank goes to rank r, and row r of shards is from rank r.
     shards = AllToAll__AllToAll.apply(by_rank, [1] * u, [1] * u, group)
-    early, late = rearrange(shards, "u b n (two m) d -> two b n u m d", two=2)
-    tokens = torch.cat((early, late.flip(2)), 2).flatten(2, 3)  # [B, n, U s, D]. Early chunks ascend, late ones descend
-    return tokens.split([x.shape[1] // u for x in heads], 1)
+    early, late = rearrange(shards, "u b (two m) w -> two b u m w", two=2)
+    tokens = torch.cat((early, late.flip(1)), 1).flatten(1, 2)  # [B, U s, W]. Early chunks ascend, late ones descend
+    widths = [x.shape[1] // u * x.shape[3] for x in heads]
+    return [rearrange(part, "b s (n d) -> b n s d", d=x.shape[3]) for part, x in zip(tokens.split(widths, -1), heads)]
 
 
 def heads_for_tokens(o: Tensor, group: Group) -> Tensor:
@@ -658,13 +660,13 @@ def heads_for_tokens(o: Tensor, group: Group) -> Tensor:
 
 def context_parallel(groups: dict[str, Group], style: str, seq: int, mask: Mask, attention: AttentionKernel,
                      device: torch.device | str = "cpu", recompute: bool = False) -> Callable[..., Tensor]:
-    """Make the attention of this rank's tokens: a function of q [B, N, s, D], k and v [B, K, s, D].
+    """Make the attention of this rank's tokens: a function of q [B, N, s, D], k [B, K, s, D] and v [B, K, s, V].
 
     groups: "cp", all c ranks; with --cp-ulysses also "cp_heads" and "cp_keys", the head group and
         the key group. Without it, one of the two is all c ranks, as the style says, and the other
         this rank alone.
     style: one of config.CP_STYLES, or "latents". With "latents", k and v are the keys and values of
-        all tokens, [B, K, S, D].
+        all S tokens.
     seq: the number of new tokens of a whole sequence, without cached ones.
     mask: for whole sequences.
     recompute: see `attention_by_window`.
@@ -772,8 +774,8 @@ def attention_by_window(windows: Iterable[int], tokens: Tensor, documents: Tenso
                         earlier: int = 0, recompute: bool = False) -> dict[int, Callable[..., Tensor]]:
     """Make the attention of this rank's tokens [B, s], once per forward, for each window of a model.
 
-    Returns a dict: window (0: none) -> a function of q [B, N, s, D], k and v [B, K, s, D] (latents:
-    [B, K, S, D]).
+    Returns a dict: window (0: none) -> a function of q [B, N, s, D], k [B, K, s, D] and v [B, K, s, V]
+    (latents: k and v of all S tokens).
 
     documents: the documents of whole sequences, [B, S], on the host if "cp" has several ranks.
     kernel: the value of --attention.
