@@ -325,7 +325,7 @@ def attended(style: str, kernel: str, dtype=torch.float64, scale=1.0, mask: Mask
 
 def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask: Mask = CAUSAL) -> list[torch.Tensor]:
     """o, dq, dk, dv by the blocks of all c ranks, one after the other on one device, where nothing need be sent."""
-    seq, whole = q.shape[2], cp.stack_by_token(k, v)
+    seq, whole = q.shape[2], cp.join_by_token(k, v)
     o, dq = torch.empty_like(q), torch.empty_like(q)
     dkv = torch.zeros_like(whole, dtype=acc_dtype(q.dtype))
 
@@ -345,8 +345,8 @@ def by_pieces(style: str, attention: AttentionKernel, c: int, q, k, v, do, mask:
         result = cp.BlockAttention.apply(*leaves, here, steps, attention, collectives.ALONE)
         o[:, :, own] = result.detach()
         dq[:, :, own], *own_dkv = torch.autograd.grad(result, leaves, do[:, :, own])
-        dkv[own] += cp.stack_by_token(*own_dkv)
-    return [o, dq, *cp.by_head(dkv)]
+        dkv[own] += cp.join_by_token(*own_dkv)
+    return [o, dq, *cp.by_head(dkv, k.shape[3])]
 
 
 def at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, mask: Mask) -> list[torch.Tensor]:
