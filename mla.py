@@ -31,8 +31,8 @@ Saves: The KV cache has R + r numbers per token and layer, in place of 2 K D (py
 Costs: Every tensor parallel rank caches all R + r numbers, where grouped queries cache 2 K D / t. It also stores the
        whole matrices that make latents.
        Every context parallel rank computes the keys and values of all tokens, which is c times its share of this work.
-       The attention kernels used here need values as wide as keys, so values are padded with zeros. Attention's
-       forward then needs 2 D / (D + v) times as many FLOPs, which is 1.2 times for DeepSeek-V3.
+       Some attention kernels need values as wide as keys (sdpa.py). There attention's forward needs 2 D / (D + v)
+       times as many FLOPs, which is 1.2 times for DeepSeek-V3.
 Stops helping when: nothing is generated, and c = 1. Then it brings no benefit, because training keeps the keys and
        values of all N heads, or recomputes them.
 
@@ -166,22 +166,21 @@ class LatentAttention(nn.Module):
         latents = context.gather_latents(own)  # [B, S, 1, R + r], of whole sequences
 
         # Keys and values of this rank's heads, and attention.
-        keys_values = self.expand(latents)  # [B, N/t, S, 2D]
+        keys_values = self.expand(latents)  # [B, N/t, S, D + v]
+        keys, values = keys_values.tensor_split([self.head_dim], -1)
         # context.attention has the attention function of each window (model.ForwardContext).
-        o = context.attention[self.window](q, *keys_values.chunk(2, -1))
+        o = context.attention[self.window](q, keys, values)  # [B, N/t, s, v]
         context.recompute.drop(keys_values, o, self.expand, latents)  # freed until the backward of o begins
-        return self.out(rearrange(o[..., :self.head_widths[1]], "b n s d -> (b s) (n d)"), context.tp)
+        return self.out(rearrange(o, "b n s v -> (b s) (n v)"), context.tp)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Make keys, and values padded to the same width, side by side: latents and shared keys [B, S, 1, R + r] ->
-        [B, N/t, S, 2D]."""
+        """Make keys and values, side by side: latents and shared keys [B, S, 1, R + r] -> [B, N/t, S, D + v]."""
         latent, shared_key = latents.split(self.widths[:2], -1)
         heads = rearrange(self.kv_up(latent.flatten(0, 2), NO_EXCHANGE), "(b s) (n d) -> b n s d", b=len(latents),
                           d=sum(self.head_widths))
         k, v = heads.split(self.head_widths, -1)
         shared_key = shared_key.transpose(1, 2).expand(-1, k.shape[1], -1, -1)
-        padding = v.new_zeros(()).expand(*v.shape[:-1], self.head_dim - v.shape[-1])
-        return torch.cat((k, shared_key, v, padding), -1)
+        return torch.cat((k, shared_key, v), -1)
 
 
 # ---- demo: python mla.py --------------------------------------------------------------------------------------------

@@ -478,12 +478,11 @@ def attention_half(model: Model, layer: int, seq: int, options: LayerOptions) ->
 
 
 def latent_attention_half(model: Model, layer: int, seq: int, options: LayerOptions) -> Layer:
-    """Attention of DeepSeek-V3. Each context parallel rank expands the keys and values of all tokens, and pads the
-    values."""
+    """Attention of DeepSeek-V3. Each context parallel rank expands the keys and values of all tokens."""
     e, acc, c = options.element, acc_bytes(options.element), options.cp
     H, D, v, N = model.hidden, model.head_dim, model.value_dim, model.heads
     R, r, Q = model.kv_lora_rank, model.rope_head_dim, model.q_lora_rank
-    math, scores_flops = options.attention == "math", 4 * N * D * 2 * visible_keys(model, layer, seq)
+    math, scores_flops = options.attention == "math", 2 * N * (D + v) * 2 * visible_keys(model, layer, seq)
     activations = dict(
         input=Activation(H * e, "full", "sp"),
         attention_norm=Activation(H * e, "none", "sp"),
@@ -493,9 +492,8 @@ def latent_attention_half(model: Model, layer: int, seq: int, options: LayerOpti
         latent_norms_statistics=Activation((1 + (Q > 0)) * acc, "selective", "sp"),
         gathered_latents=Activation(c * (R + r) * e, "selective", ""),
         queries=Activation(N * D * e, "selective", "tp", 2 * (Q or H) * N * D),
-        keys_values=Activation(c * 2 * N * D * e, "none", "tp", c * 2 * R * N * (D - r + v)),
-        attention=Activation(N * D * e * (not math), "selective", "tp", 0 if math else scores_flops),
-        attention_values=Activation(N * v * e * (math or v < D), "selective", "tp"),  # without their padding
+        keys_values=Activation(c * N * (D + v) * e, "none", "tp", c * 2 * R * N * (D - r + v)),
+        attention=Activation(N * v * e, "selective", "tp", 0 if math else scores_flops),
         residual=Activation(H * e, "selective", "sp", 2 * N * v * H))
     if not math:
         return activations | dict(logsumexp=Activation(N * acc, "selective", "tp"))

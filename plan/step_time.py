@@ -65,9 +65,13 @@ class Code:
         return costs.stages_of(settings)
 
     def attention(self, run: Run, scores: float) -> Seconds:
-        """Seconds of attention. scores: FLOPs of a rank's visible scores in forward."""
+        """Seconds of attention. scores: FLOPs of a rank's visible scores in forward. Before Hopper, kernels need values
+        as wide as keys, so the values of latent attention are padded (sdpa.py)."""
         ampere, later = self.attention_fraction
-        seconds = scores / (run.machine.peak() * (ampere if run.machine.peak() < 5e14 else later))
+        fraction, D, V = later, run.settings.model.head_dim, run.settings.model.value_dim
+        if run.machine.peak() < 5e14:
+            fraction, scores = ampere, scores * 2 * D / (D + V)
+        seconds = scores / (run.machine.peak() * fraction)
         return Seconds(seconds, 2.5 * seconds)
 
     def passes(self, run: Run) -> float:
