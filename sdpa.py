@@ -176,7 +176,7 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     kind = mask.kind(q.shape[2], k.shape[2])
     if needs_padding(q, k, v, kind):
         o, lse = sdpa_forward(q, k, pad_to_keys(v, k), mask)
-        return o[..., :v.shape[-1]].clone(), lse  # cloned, because a view would keep the padding in memory
+        return o.narrow(-1, 0, v.shape[-1]).clone(), lse  # cloned, because a view would keep the padding in memory
     if q.is_cuda:
         return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
@@ -194,7 +194,7 @@ def sdpa_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: T
     if needs_padding(q, k, v, kind):
         padded_do, padded_v, padded_o = (pad_to_keys(x, k) for x in (do, v, o))
         dq, dk, dv = sdpa_backward(padded_do, q, k, padded_v, padded_o, lse, mask)
-        return dq, dk, dv[..., :v.shape[-1]]
+        return dq, dk, dv.narrow(-1, 0, v.shape[-1])
     if q.is_cuda:
         return (gpu_backward if has_gpu_kernel(q, kind) else math_backward)(do, q, k, v, o, lse, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
