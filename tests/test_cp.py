@@ -358,17 +358,17 @@ def at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
 
 # ---- the plain version, and training with every style ---------------------------------------------------------------
 
-H = 20
+H, V = 20, 7  # values narrower than keys, as latents have them
 
 
 def train_layer(attend, places: torch.Tensor, group: collectives.Group, steps: int = 3) -> list[torch.Tensor]:
     """Train one attention layer by some steps of SGD on the tokens at these places; return its weights."""
     x, target = (normal(B, S, H, seed=seed)[:, places] for seed in (10, 11))
-    shapes = [(H, N * D), (H, K * D), (H, K * D), (N * D, H)]
+    shapes = [(H, N * D), (H, K * D), (H, K * V), (N * V, H)]
     weights = [(normal(*shape, seed=20 + i) / 4).requires_grad_() for i, shape in enumerate(shapes)]
     wq, wk, wv, wo = weights
     for _ in range(steps):
-        q, k, v = ((x @ w).unflatten(-1, (-1, D)).transpose(1, 2) for w in (wq, wk, wv))
+        q, k, v = ((x @ w).unflatten(-1, (-1, d)).transpose(1, 2) for w, d in ((wq, D), (wk, D), (wv, V)))
         y = attend(q, k, v).transpose(1, 2).flatten(2) @ wo
         ((y - target).square().sum() / (B * S)).backward()
         with torch.no_grad():

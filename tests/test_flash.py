@@ -20,8 +20,9 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(flash, "FP32_TILES", Tiles(16, 16, 4, 1))
 
 
-def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int = 2) -> list[torch.Tensor]:
-    return [numbers(B, N, rows, D), *(numbers(B, K, columns, D, seed=n) for n in (1000, 2000))]  # numbers adds shapes
+def heads(rows: int, columns: int, N: int = 2, K: int = 1, D: int = 16, B: int = 2, V: int = 0) -> list[torch.Tensor]:
+    keys, values = (numbers(B, K, columns, width, seed=n) for width, n in ((D, 1000), (V or D, 2000)))
+    return [numbers(B, N, rows, D), keys, values]  # numbers adds shapes
 
 
 def documents_of(kind: str, rows: int, columns: int, B: int = 2) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -84,10 +85,12 @@ def test_documents_are_searched_in_chunks_of_1024_tokens():
     attention_agrees(heads(9, 1060, N=1, B=1), False, (torch.ones_like(keys[:, :9]), keys))
 
 
-@pytest.mark.parametrize("N, K, D", [(6, 6, 16), (6, 2, 16), (2, 1, 2), (2, 1, 10), (2, 1, 96), (2, 1, 192)])
-def test_attention_of_any_heads(N, K, D):
+@pytest.mark.parametrize("N, K, D, V", [
+    (6, 6, 16, 16), (6, 2, 16, 16), (2, 1, 2, 2), (2, 1, 10, 10), (2, 1, 96, 96), (2, 1, 192, 192),
+    (4, 2, 20, 7), (4, 2, 7, 20), (2, 2, 192, 128)])  # values of another width, as of latents
+def test_attention_of_any_heads(N, K, D, V):
     """Some share keys."""
-    attention_agrees(heads(40, 40, N, K, D, B=1), True, None)
+    attention_agrees(heads(40, 40, N, K, D, B=1, V=V), True, None)
 
 
 @pytest.mark.parametrize("B, rows, columns", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
@@ -232,6 +235,9 @@ REFUSED = {  # what is launched -> what the error says
     "keys and values differ": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 9, 16)), "B K columns D"),
     "widths differ": (lambda n: flash_forward(n(*Q), n(1, 1, 8, 8), n(1, 1, 8, 8)), "must be B N rows D"),
     "heads": (lambda n: flash_forward(n(1, 3, 8, 16), *[n(1, 2, 8, 16)] * 2), "3 heads cannot share 2 kv heads"),
+    "too wide values": (lambda n: flash_forward(n(*Q), n(*KV), n(1, 1, 8, 257)), "257 wide"),
+    "an o of other values": (lambda n: flash_backward(n(*Q), n(*Q), n(*KV), n(1, 1, 8, 8), n(*Q), n(1, 2, 8)),
+                             "the width of v"),
     "too wide": (lambda n: flash_forward(*[n(1, 1, 8, 257)] * 3), "257 wide"),
     "two types": (lambda n: flash_forward(n(*Q), *[n(*KV).half()] * 2), "one type"),
     "fp64": (lambda n: flash_forward(*[n(*Q).double()] * 3), "take no torch.float64"),

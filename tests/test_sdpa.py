@@ -64,6 +64,38 @@ def test_blocks_that_no_fused_operator_of_a_gpu_takes_are_computed_by_matmuls(mo
                       for way in ("forward", "backward")]
 
 
+@pytest.mark.parametrize("device, dtype, mask, widths, taken, called", [  # taken: what torch says of cuDNN
+    ("cuda", torch.bfloat16, Mask(), (192, 128), True, ["torch 128", "gpu 128"]),
+    ("cuda", torch.bfloat16, Mask(), (192, 128), False, ["gpu 192", "gpu 192"]),
+    ("cuda", torch.bfloat16, Mask(), (192, 96), True, ["gpu 192", "gpu 192"]),  # taken in forward only
+    ("cuda", torch.bfloat16, Mask(False), (128, 64), True, ["torch 64", "gpu 64"]),
+    ("cuda", torch.bfloat16, Mask(window=4), (192, 128), True, ["torch 128", "math 128"]),
+    ("cuda", torch.float32, Mask(), (192, 128), False, ["torch 128", "math 128"]),
+    ("cpu", torch.float32, Mask(), (192, 128), False, ["cpu 192", "cpu 192"])])
+def test_values_are_padded_to_the_width_of_keys_only_for_flash(monkeypatch, device, dtype, mask, widths, taken, called):
+    """For whole sequences, then for a block: what computes them, and the width of values that it is given; the result
+    is as wide as values."""
+    found = []
+
+    def noted(name: str):
+        def attend(q, k, v, *rest, **options):
+            found.append(f"{name} {v.shape[-1]}")
+            o = q.new_empty(*q.shape[:3], v.shape[-1])
+            return o if name == "torch" else (o, q)
+        return attend
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", noted("torch"))
+    monkeypatch.setattr(sdpa, "gpu_forward", noted("gpu"))
+    monkeypatch.setattr(sdpa, "math_forward", noted("math"))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", noted("cpu"))
+    monkeypatch.setattr(sdpa, "can_use_cudnn_attention", lambda params: taken)
+    monkeypatch.setattr(sdpa, "choose_sdpa_kernels", lambda cudnn: None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 4, 16, width, device=device, dtype=dtype) for width in (*widths[:1], *widths))
+        results = sdpa.attention_sdpa(q, k, v, mask), sdpa.sdpa_forward(q, k, v, mask)[0]
+    assert found == called and all(o.shape == v.shape for o in results)
+
+
 @pytest.mark.parametrize("forward", [sdpa.sdpa_forward, math_forward])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rows, columns", [(24, 24), (300, 600), (2, 3)])
@@ -98,18 +130,20 @@ def sdpa_kernels(monkeypatch):
         sdpa.set_sdpa_order.cache_clear()
 
 
-def test_cudnn_gets_neither_wide_heads_nor_masks_and_gets_all_others_also_after_those(sdpa_kernels):
-    """Wide heads: those of latent attention, whose values are padded to the width of keys. By fake tensors of a GPU."""
+def test_cudnn_gets_neither_wide_heads_nor_masks_and_gets_all_others_also_after_those(monkeypatch, sdpa_kernels):
+    """Wide heads, except those of DeepSeek, with values of 128 beside keys of 192. By fake tensors of a GPU."""
     wanted, all_kernels = [], sdpa.SDPA_ORDER
+    monkeypatch.setattr(sdpa, "can_use_cudnn_attention", lambda params: torch.backends.cuda.cudnn_sdp_enabled())
     with FakeTensorMode():
         documents = (torch.zeros(1, 16, device="cuda"),) * 2
         masks = {"causal": Mask(), "unmasked": Mask(causal=False), "window": Mask(window=4), "cached": Mask(offset=3),
                  "documents": Mask(documents=documents, tensor=torch.ones(1, 1, 16, 16, device="cuda").bool())}
-        for width in (64, 192, 128, 136, 256, 80):
+        for width, values in (64, 64), (192, 192), (128, 128), (136, 136), (256, 256), (192, 128), (80, 80), (80, 48):
             for name, mask in masks.items():
-                q, k, v = (torch.empty(1, 4, 16, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+                q, k, v = (torch.empty(1, 4, 16, d, device="cuda", dtype=torch.bfloat16)
+                           for d in (width, width, values))
                 sdpa.attention_sdpa(q, k, v, mask)
-                cudnn = width <= 128 and name in ("causal", "unmasked")
+                cudnn = (width <= 128 or values == 128) and name in ("causal", "unmasked")
                 wanted.append(all_kernels if cudnn else all_kernels[1:])
     assert all_kernels[0] == SDPBackend.CUDNN_ATTENTION and sdpa_kernels == wanted
 

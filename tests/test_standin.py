@@ -34,7 +34,9 @@ MODEL = "--preset llama-3.1-8b --seq-len 4096 --micro-batch 1 --dtype bf16 --lay
 MODES = {"one": (1, "--global-batch 1"), "dp": (2, "--global-batch 2 --dp 2"), "tp": (2, "--global-batch 1 --tp 2"),
          "zero 3": (4, "--global-batch 4 --dp 4 --zero 3"), "pp": (2, "--global-batch 4 --pp 2"),
          "experts": (1, "--global-batch 1 --experts 32 --top-k 4 --expert-ffn 1024"),
-         "cp": (2, "--global-batch 1 --cp 2"), "ring": (2, "--global-batch 1 --cp 2 --cp-style ring")}
+         "cp": (2, "--global-batch 1 --cp 2"), "ring": (2, "--global-batch 1 --cp 2 --cp-style ring"),
+         "latents": (1, "--global-batch 1 --kv-heads 32 --kv-lora-rank 512 --q-lora-rank 1536 --head-dim 192 "
+                        "--rope-head-dim 64 --v-head-dim 128 --recompute selective")}
 
 
 def main(library: str, log: str, ranks: str, *flags: str) -> None:
@@ -47,7 +49,8 @@ def main(library: str, log: str, ranks: str, *flags: str) -> None:
         standin.standin_say(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), line.encode())
 
     def attention(q, k, v, *_, **__):
-        o, lse, empty = torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32), q.new_empty(0)
+        o = torch.empty_like(q[..., :v.shape[-1]])
+        lse, empty = q.new_empty(*q.shape[:3], 1, dtype=torch.float32), q.new_empty(0)
         say("launch attention", r=[q, k, v], w=[o, lse])
         return o, lse, empty, empty, q.shape[2], k.shape[2], empty, empty, empty
 
@@ -187,6 +190,16 @@ def test_experts_on_one_rank_are_launched_together_and_counted_on_the_device(run
     copied = [call for call in calls if call.name == "memory" and
               any(how == "w" and start < 1 << 60 for how, start, _ in call.touches)]
     assert copied == [], "the host reads no counts"
+
+
+def test_cudnn_gets_values_of_latents_as_they_are(run):
+    """Of 128 beside keys of 192: it reads both from one tensor, and what it writes is as wide as values."""
+    calls = [call for call in last_step(run("latents", 3)[0]) if call.name == "attention"]
+    element = 2 * 32 * 4096  # bytes of one number of all heads of all tokens
+    for call in calls:
+        sizes = [(how, (stop - start) / element) for how, start, stop in call.touches]
+        assert sizes[:4] == [("r", 192), ("r", 192 + 128), ("r", 192 + 128), ("w", 128)]
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
