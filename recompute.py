@@ -19,7 +19,7 @@ the model, attention and feed-forward. (In cp.py and sdpa.py it is a block of at
 
     mode         Saves                                            Costs
     full         all activations of a block except its input,     a second forward, without each layer's
-                 of which each of n ranks with equal inputs       last matmul: it adds 23% (GPT-3) to 28%
+                 of which each of n ranks with equal inputs       last matmul: it adds 23% (GPT-3) to 27%
                  keeps 1/n                                        (DeepSeek-V3) to the layers' FLOPs; one
                                                                   all-gather per block where ranks
                                                                   keep 1/n each
