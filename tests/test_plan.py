@@ -556,6 +556,16 @@ def test_kernels_have_their_generations_speed(machine, name):
     assert seconds == pytest.approx((forward, 2.5 * forward, 0))
 
 
+@pytest.mark.parametrize("machine, values", [("a100", 192), ("h100", 128)])
+def test_values_of_latents_are_padded_to_the_width_of_keys_before_hopper(machine, values):
+    """Of 64 heads on each of two ranks, half of 4,096 keys for each of 4,096 tokens."""
+    run = run_for("--preset deepseek-v3 --tp 2 --seq-len 4096 --global-batch 1 --micro-batch 1", machine=machine)
+    scores = 2 * 64 * (192 + values) * 2048 * 4096
+    fraction = dict(a100=0.60, h100=0.33)[machine]
+    assert plan.step_time.layer_parts(run, 0)["attention"].forward * fraction * run.machine.peak() == (
+        pytest.approx(scores))
+
+
 def test_tokens_and_scores_of_a_rank_are_equal_shares():
     """Padded: of 2 sequences of 50 tokens on cp 2 (two halves of a zig-zag each) and tp 3: 60 tokens, 30 on a rank."""
     model = "--hidden 48 --heads 6 --kv-heads 6 --ffn 96 --vocab 96 --seq-len 50 --global-batch 8 --micro-batch 2"
