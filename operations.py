@@ -381,10 +381,10 @@ CAUSAL = Mask()
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 class AttentionKernel(NamedTuple):
-    """An implementation of attention. q: [B, N, rows, D]. k, v: [B, K, columns, D], with K a divisor of N: N/K query
-    heads share a key and value head.
+    """An implementation of attention. q: [B, N, rows, D]. k: [B, K, columns, D], with K a divisor of N: N/K query heads
+    share a key and value head. v: [B, K, columns, V], with V = D except in latent attention, where V <= D (mla.py).
 
-    attend(q, k, v, mask) -> o [B, N, rows, D]
+    attend(q, k, v, mask) -> o [B, N, rows, V]
         Attention over whole sequences. Differentiable.
     forward(q, k, v, mask) -> (o, lse)
         Attention to one block of keys. cp.py merges the results of all blocks. lse [B, N, rows]: logsumexp of each
