@@ -370,6 +370,8 @@ class Stage(torch.nn.Module):
         self.down = (lambda x, weight: Row.apply(x, tp, MATMUL, False, weight)) if ours else F.linear
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:  # the first stage's input: in a model it comes from the embedding and needs a gradient
+            x = x.detach().requires_grad_()
         for i in (0, 2, 4):
             x = x + self.down(torch.tanh(self.up(x, self.weights[i])), self.weights[i + 1])
         return x
@@ -380,10 +382,11 @@ def run_ours(plan: schedules.Plan, chunks: dict[int, Stage], x: Tensor) -> Step:
     micro-batches."""
     engine = Engine(plan, Group("pp", dist.group.WORLD), device=device)
     micro_batches = x.split(PP_TOKENS)
+    last_stage = plan.stages - 1
 
     def forward(stage: int, k: int, received: Tensor | None) -> Tensor:
         y = chunks[stage](micro_batches[k] if received is None else received)
-        return y.square().sum() if stage == plan.stages - 1 else y
+        return y.square().sum() if stage == last_stage else y
 
     return lambda: engine.run(forward, (PP_TOKENS, PP_WIDTH), torch.float32)
 
