@@ -26,6 +26,7 @@ from bench import rows as bench_rows
 from bench.rows import Report, Result, Row
 from core import config, param
 from run import device, job
+from run.meter import Meter
 from zero import Optimizer
 
 
@@ -291,6 +292,35 @@ def test_every_part_compares_ours_with_its_rivals(pool, name, ranks, ours, rival
     elif ranks > 1:
         sent = [float(cells[headings[0].index("MB sent")].split()[0]) for cells in lines]
         assert all(sent[:-1]) and (name == "ep") == (sent[-1] == 0)
+
+
+def flops_of_contenders(name: str) -> list[dict[str, int]]:
+    """Of each comparison of a part, the FLOPs of the second step of every contender on this rank."""
+    found = []
+
+    def compare(contenders, tokens, repeats, steps):
+        found.append({})
+        for contender, build in contenders.items():
+            step = build()
+            step()
+            with Meter(memory=False) as meter:
+                step()
+            found[-1][contender] = meter.flops
+
+    flags = f"{TINY} --vocab 96 --kv-heads 4 --global-batch 4".split()
+    with patch.multiple(bench, compare=compare, PP_TOKENS=16, PP_WIDTH=16):
+        bench.PARTS[name](flags) if name in bench.TRAINING else bench.PARTS[name]()
+    return found
+
+
+@pytest.mark.parametrize("name", ["pp", *slow("dp", "zero", "tp")])
+def test_contenders_do_the_same_work(pool, name):
+    """On each rank they compute exactly as many FLOPs. Not in cp, where the rival computes a whole mask."""
+    for comparisons in pool.run(2, flops_of_contenders, name=name):
+        assert comparisons
+        for flops in comparisons:
+            ours, theirs = flops.values()
+            assert ours == theirs > 0, flops
 
 
 def test_a_line_has_the_median_the_range_and_the_ratio_to_the_last(capsys):
