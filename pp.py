@@ -191,8 +191,8 @@ class Engine(ActionRunner):
         self.begin_step()
         sending = []
         for item in self.items:
-            sending = [pending for pending in sending if not pending.completed()]  # frees tensors that have left
             if isinstance(item, Action):
+                sending = [pending for pending in sending if not pending.completed()]  # frees tensors that have left
                 self.compute(item, forward)
             elif item.op == "send":
                 sending.append(self.start_send(item))

@@ -106,7 +106,7 @@ class Pending:
         self.result, self.call = result, call
 
     def completed(self) -> bool:
-        """Return whether the collective has ended, without waiting."""
+        """Return whether the collective has ended, without waiting. With gloo a send or receive ends in `wait`."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> torch.Tensor:
