@@ -270,6 +270,8 @@ def queued_keys() -> list[Key]:
 
 def stacked_view(tensors: list[Tensor]) -> Tensor | None:
     """[R1, ...], [R2, ...] -> [R1 + R2, ...] as a view; None unless the tensors follow each other in one storage."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0]  # the usual case, which needs no operation
     first, end = tensors[0], tensors[0].storage_offset()
     for tensor in tensors:
         # Not by data_ptr(), because fake tensors (run/dryrun.py) have no addresses. torch keeps one Python object per
