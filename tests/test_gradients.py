@@ -173,3 +173,5 @@ def test_parameters_side_by_side_get_one_gradient():
     assert gradients.stacked_view([flat[:12].view(3, 4), flat[8:].view(3, 4)]) is None
     assert gradients.stacked_view([flat[:12].view(3, 4), torch.zeros(2, 4)]) is None
     assert gradients.stacked_view([flat[:16].view(4, 4).t(), flat[16:].view(1, 4)]) is None  # not in order
+    assert gradients.stacked_view([flat]) is flat
+    assert gradients.stacked_view([flat.view(5, 4).t()]) is None  # a kernel that adds to it may need rows
