@@ -370,7 +370,7 @@ class Stage(torch.nn.Module):
         self.down = (lambda x, weight: Row.apply(x, tp, MATMUL, False, weight)) if ours else F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:  # the first stage's input: in a model it comes from the embedding and needs a gradient
+        if not x.requires_grad:  # in a model the first stage's input is an embedding, with a gradient
             x = x.detach().requires_grad_()
         for i in (0, 2, 4):
             x = x + self.down(torch.tanh(self.up(x, self.weights[i])), self.weights[i + 1])

@@ -106,7 +106,10 @@ class Pending:
         self.result, self.call = result, call
 
     def completed(self) -> bool:
-        """Return whether the collective has ended, without waiting. With gloo a send or receive ends in `wait`."""
+        """Return whether the collective has ended, without waiting.
+
+        With gloo this is False for a send or a receive until it has been waited for.
+        """
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> torch.Tensor:
