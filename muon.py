@@ -152,16 +152,16 @@ def local_matrices(spec: Spec, places: Mapping) -> Iterator[tuple[int, Box]]:
 
     A box is a block of a matrix: one slice per dimension. ZeRO's cut comes later, in pieces_of.
 
-    matrices == 1   A single matrix, which tensor parallelism may cut. The gate and the up projection of a dense layer
-                    are two parameters, of one matrix each.
-    matrices > 1    Always a weight of E experts, [E, ...], with the same number of matrices per expert. Only expert
-                    parallelism cuts it, and only between experts, so its matrices are whole.
+    2 dimensions   A single matrix, which tensor parallelism may cut. The gate and the up projection of a dense layer
+                   are two parameters, of one matrix each.
+    3 dimensions   A weight of E experts, [E, ...], with the same number of matrices per expert. Only expert
+                   parallelism cuts it, and only between experts, so its matrices are whole.
 
     places: axis -> the rank's place on it, as in groups.peers_of: `size` of its group there, and its `rank` in the
         group.
     """
     box = local_box(spec, places)
-    if spec.matrices == 1:
+    if len(spec.shape) == 2:
         yield 0, box
         return
     experts = spec.shape[0]
