@@ -28,6 +28,7 @@ GRIDS = [
     (4, "--micro-batch 6 --tp 2 --zero 3"),
     (4, "--micro-batch 12 --tp 4 --kv-heads 2 --sp off --qkv-bias"),
     (1, f"--micro-batch 8 {MIXTRAL}"),
+    (2, f"--micro-batch 6 {MIXTRAL} --experts 1 --top-k 1 --zero 1"),
 ]
 MORE = [
     (4, f"--micro-batch 6 {MIXTRAL} --tp 2 --ep 2 --zero 1"),
