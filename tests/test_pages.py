@@ -213,6 +213,21 @@ def test_pages_are_not_written_into_a_file(capsys):
     assert f"--out {__file__}: is a file, name a folder" in capsys.readouterr().err
 
 
+def test_a_demo_that_is_interrupted_leaves_the_kept_outputs(monkeypatch, tmp_path):
+    """Also those of the demos before it."""
+    def interrupted():
+        yield "dp.py", "something new"
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "demos.json"
+    kept.write_text(pages.DEMOS.read_text())
+    monkeypatch.setattr(pages, "DEMOS", kept)
+    monkeypatch.setattr(pages, "run_demos", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pages.main(["--demos", "--out", str(tmp_path / "pages")])
+    assert kept.read_text() == (pages.ROOT / "docs" / "demos.json").read_text()
+
+
 @pytest.mark.slow
 def test_demos_print_what_the_pages_show():
     kept = json.loads(pages.DEMOS.read_text())["outputs"]
