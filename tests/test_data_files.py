@@ -8,6 +8,7 @@ import resource
 import struct
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -305,17 +306,17 @@ def test_a_dtype_that_is_given_holds_and_a_doubt_is_said(tmp_path, capsys):
     assert "looks like tokens of 4 bytes, and is read as uint16, as --data-dtype says" in capsys.readouterr().err
 
 
-def megatron(folder: Path, documents: list[list[int]], code: int, dtype: str) -> Path:
+def megatron(folder: Path, documents: list[list[int]], code: int, dtype: str, name: str = "a") -> Path:
     """Files as Megatron-LM's IndexedDatasetBuilder writes them: each document is one sequence here."""
     lengths = [len(document) for document in documents]
     width = np.dtype(dtype).itemsize
-    np.concatenate(documents).astype(dtype).tofile(folder / "a.bin")
+    np.concatenate(documents).astype(dtype).tofile(folder / f"{name}.bin")
     places = np.cumsum([0, *lengths[:-1]]) * width
-    (folder / "a.idx").write_bytes(
+    (folder / f"{name}.idx").write_bytes(
         b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
         + np.array(lengths, "<i4").tobytes() + np.array(places, "<i8").tobytes()
         + np.arange(len(documents) + 1, dtype="<i8").tobytes())
-    return folder / "a.bin"
+    return folder / f"{name}.bin"
 
 
 @pytest.mark.parametrize("code, dtype", [(8, "u2"), (4, "i4"), (5, "i8"), (3, "i2"), (1, "u1")])
@@ -335,6 +336,28 @@ def test_megatrons_index_says_the_type_and_where_documents_begin(tmp_path, code,
         (tmp_path / "a.idx").write_bytes(content)
         with pytest.raises(ValueError, match=says):
             Corpus([str(tmp_path / "a.bin")], 300)
+
+
+def test_documents_of_several_files_begin_where_each_file_says(tmp_path):
+    """Also in a piece that begins inside the second file, or that reaches over several files."""
+    tokenizer = by_bytes(tmp_path / "tokenizer.json")
+    encode = tokenizers.Tokenizer.from_file(tokenizer).encode
+    megatrons = {"a": [[1, 2, 3], [4], [5, 6]], "b": [[7], [8, 9, 9, 9]], "c": [[1, 0], [2, 0, 5]]}
+    with_indices = {megatron(tmp_path, documents, 8, "u2", name): documents for name, documents in megatrons.items()}
+    with_starts = {}
+    for name, texts_of in ("d", ["a<|endoftext|>b", "c"]), ("e", ["xyz", "z<|endoftext|>", "zz"]):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts_of))
+        tokenizing.tokenize([str(tmp_path / f"{name}.jsonl")], tokenizer, str(tmp_path / f"{name}.bin"))
+        assert (tmp_path / f"{name}.starts").exists()
+        with_starts[tmp_path / f"{name}.bin"] = [encode("<|endoftext|>" + text).ids for text in texts_of]
+    for files in with_indices, with_starts:
+        documents = sum(files.values(), [])
+        tokens, first = sum(documents, []), np.cumsum([0, *map(len, documents)])
+        corpus = Corpus([str(file) for file in files], 300)
+        for start, stop in combinations(range(len(tokens) + 1), 2):
+            found, begins, _ = corpus.read(start, stop - start)
+            assert found.tolist() == tokens[start:stop]
+            assert (start + np.flatnonzero(begins)).tolist() == [place for place in first if start <= place < stop]
 
 
 def test_starts_lie_beside_tokens_where_a_document_has_the_separator_inside(tmp_path):

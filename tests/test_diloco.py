@@ -331,9 +331,10 @@ def means(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
 
 @pytest.mark.parametrize("sites", [2, 4])
 def test_a_mean_in_few_bits_errs_by_half_a_step_and_is_the_same_on_all_sites(pool, sites):
-    """A block of 128 numbers has the scale of its largest one. One block here is 0, one is large, one is incomplete."""
+    """A block of 128 numbers has the scale of its largest one. One block here is 0, one is large, one is small, one is
+    incomplete."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    x[128:256], x[256:384] = 0, 1e4 * x[256:384]
+    x[128:256], x[256:384], x[384:512] = 0, 1e4 * x[256:384], 1e-30 * x[384:512]
     results = pool.run(sites, means, x=x)
     factor = (1 + sites) / 2  # the mean of 1 + rank
     exact = x.double() * factor

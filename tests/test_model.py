@@ -100,6 +100,19 @@ def test_rotary_angles_of_20000_places_are_those_of_transformers(preset):
         assert (ours[:, 0] - want[0, :, :model.head_dim // 2]).abs().max() < 2e-3  # fp32 at angles of 20000 radians
 
 
+@pytest.mark.parametrize("length", [8, 500, 131072, 10**7])
+@pytest.mark.parametrize("kind, theta", [("llama3", 500.0), ("yarn", 500.0), ("yarn", 1e6), ("linear", 500.0)])
+def test_scaled_angles_of_any_first_length_are_those_of_transformers(kind, theta, length):
+    """The bounds of the pairs that are divided lie below the first pair, between pairs, and above the last one."""
+    model = architecture(f"--head-dim 32 --rope-type {kind} --rope-scaling 4 --rope-theta {theta}" +
+                         f" --original-seq-len {length}" * (kind != "linear"))
+    places = torch.arange(50)
+    config = transformers.LlamaConfig(**config_of(model, "LlamaForCausalLM"))
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), places[None])
+    for ours, want in zip(rotary_angles(places, model, torch.float32), theirs):
+        torch.testing.assert_close(ours[:, 0], want[0, :, :16], atol=1e-5, rtol=0)
+
+
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 def test_a_mask_is_of_the_kind_that_its_scores_show():
