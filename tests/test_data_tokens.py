@@ -320,6 +320,18 @@ def test_kept_tokens_depend_on_all_files_of_the_tokenizer_and_of_the_data(publis
         assert tokenizing.tokens_of(data.files_in(tmp_path / "a.txt"), path, str(tmp_path / "run")).is_file()
 
 
+def test_kept_tokens_are_of_the_separator_that_is_asked_for(published, tmp_path, monkeypatch):
+    """The first run's tokens are not those of the second, which asks for another separator."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("import torch")
+    path, first = str(published / "tokenizer.json"), []
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    for separator in ("", tokenizer.id_to_token(5), tokenizer.id_to_token(6), ""):
+        kept = tokenizing.tokens_of(data.files_in(tmp_path / "a.txt"), path, "", separator)
+        first.append(int(Corpus([str(kept)], 10_000).read(0, 1)[0][0]))
+    assert first[1:3] == [5, 6] and first[0] == first[3] and first[0] not in (5, 6)
+
+
 def test_a_prompt_is_continued_without_tokenizing_all_of_the_default_text(published, tmp_path, monkeypatch):
     """By run/generate.py, which starts a run without steps and without data."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
