@@ -432,6 +432,7 @@ class BlockAttention(Function):
                 dq[:, :, queries].add_(block_dq)
                 step_dk[:, :, keys].add_(block_dk)
                 step_dv[:, :, keys].add_(block_dv)
+                del block_dq, block_dk, block_dv  # else they live while the next block's are computed
             if own_dkv is None:
                 own_dkv = dkv  # the first step's keys are this rank's own: nothing is sent
             else:
