@@ -1,7 +1,8 @@
 """Context parallelism: who has which tokens, attention by blocks against attention at once, what is sent and saved."""
 import math
+import weakref
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -559,6 +560,22 @@ def test_bytes_sent_and_saved_are_those_of_the_table(pool, style, c, dtype):
             # Besides, the result of a block and its lse. What merges two of these is less than another shard.
             least = shards * 2 * s * 4 * k + s * 4 * (q + N)
             assert least <= seen["peak forward"] - seen["saved"] <= least + 2 * s * 4 * N
+
+
+@pytest.mark.parametrize("style", ["ring", "allgather"])
+def test_what_a_block_returns_is_gone_before_the_next_block(style):
+    """Once it has been merged, or added."""
+    returned = {"forward": [], "backward": []}
+
+    def tracked(way: str, *given) -> tuple[torch.Tensor, ...]:
+        assert [x() for x in returned[way]] == len(returned[way]) * [None]
+        results = getattr(SDPA, way)(*given)
+        returned[way] += map(weakref.ref, results)
+        return results
+
+    kernel = SDPA._replace(**{way: partial(tracked, way) for way in returned})
+    by_pieces(style, kernel, 3, *inputs(torch.float32))
+    assert len(returned["forward"]) > 2 * 3 and len(returned["backward"]) > 3 * 3  # several blocks on a rank
 
 
 def gathered_latents(whole: torch.Tensor, grads: list[torch.Tensor]) -> tuple:
