@@ -1,22 +1,15 @@
 """Latent attention: keys and values of all heads are computed from one narrow vector per token, the latent.
 
-                                     cached, per token             computed from it, for every head
+    keys and values                  cached, per token             computed from it, for every head
 
     x ──► w_kv_down ──┬─► kv_norm ──► latent [R] ────► w_kv_up ──┬─► k [D - r] ──┐
                       │                                          │               ├──► key [D]
                       └─► rotate ───► shared key [r] ────────────┼───────────────┘
                                                                  └──────────────────► value [v]
 
-    x ──► w_q_down ─────► q_norm ────────────────────► w_q_up ──────────────────────► query [D], its last r rotated
+    queries                          nothing is cached             computed for every head
 
-Grouped queries cache K key and value heads, 2 K D numbers per token. Here R + r numbers are cached, and
-w_kv_up makes the keys and values of all N heads from them at every use. `latent_attention` below is all of this for
-one sequence on one rank.
-
-The rotated part of a key comes from x directly, not from the latent. If it were rotated after w_kv_up, an inference
-engine could not fold w_kv_up into w_q_up and attend to latents. (run/generate.py does not fold: it computes keys and
-values.) All heads share this part of the key, because otherwise N r numbers would be cached. Queries have a latent of
-their own or, with Q = 0, are computed from x by one matrix, wq.
+    x ──► w_q_down ─────► q_norm ────► latent of queries [Q] ────► w_q_up ────► rotate the last r ────► query [D]
 
 Symbols: H hidden, N query heads, K key and value heads of grouped queries, B batch; t tensor parallel and c context
          parallel ranks.
@@ -26,15 +19,28 @@ Symbols: H hidden, N query heads, K key and value heads of grouped queries, B ba
          Widths: R, the latent of keys and values. Q, the latent of queries. r, the shared key. v, the value of a head.
          D, the query or key of a head, whose last r numbers are rotated (DeepSeek: qk_nope + qk_rope).
 
+Grouped queries cache K key and value heads, 2 K D numbers per token. Here R + r numbers are cached,
+and w_kv_up makes the keys and values of all N heads from them at every use. `latent_attention`
+below is all of this for one sequence on one rank.
+
+The rotated part of a key comes from x directly, not from the latent. This allows an inference
+engine to fold w_kv_up into w_q_up: it multiplies the two once, and attends to latents. If keys were
+rotated after w_kv_up, rotations that depend on the positions of the two tokens would stand between
+the two matrices. (run/generate.py does not fold: it computes keys and values.) All heads share the
+rotated part, because otherwise N r numbers would be cached for it.
+
+Queries have a latent of their own. With Q = 0 they have none, and one matrix, wq, computes them
+from x.
+
 Saves: The KV cache has R + r numbers per token and layer, in place of 2 K D (python mla.py). Context parallel ranks
        send latents, in place of keys and values: see the table in cp.py.
-Costs: Every tensor parallel rank caches all R + r numbers, where grouped queries cache 2 K D / t. It also stores the
-       whole matrices that make latents.
+Costs: Every tensor parallel rank caches all R + r numbers. With grouped queries it caches 2 K D / t, or 2 D if t > K.
+       It also stores the whole matrices that make latents.
        Every context parallel rank computes the keys and values of all tokens, which is c times its share of this work.
        Some attention kernels need values as wide as keys (sdpa.py). There attention's forward needs 2 D / (D + v)
        times as many FLOPs, which is 1.2 times for DeepSeek-V3.
-Stops helping when: nothing is generated, and c = 1. Then it brings no benefit, because training keeps the keys and
-       values of all N heads, or recomputes them.
+Stops helping when: nothing is generated, and c = 1. Training keeps the keys and values of all N heads, or recomputes
+       them, so it saves no memory.
 
 DeepSeek-AI 2024 (V2), section 2.1.
 """
@@ -55,7 +61,8 @@ from tp import ColumnParallelLinear, MakeParameter, RowParallelLinear, TensorPar
 def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tuple[Tensor, Tensor]:
     """Attend causally in one sequence x [S, H]. Return the result [S, H], and the numbers to cache, [S, R + r].
 
-    weights: the matrices and norms by their names in the figure, and "wo".
+    weights: the matrices and norms by their names in the figure, and "wo". With Q = 0 "wq" replaces
+        "w_q_down", "q_norm" and "w_q_up".
     """
     S, N, D = len(x), model.heads, model.head_dim
     R, r, v = model.kv_lora_rank, model.rope_head_dim, model.value_dim
@@ -106,11 +113,16 @@ class LatentAttention(nn.Module):
         has between layers. With sequence parallelism these are T/t tokens, so each rank's gradient of such a weight is
         partial, one term of a sum over ranks. Without it every rank has the same T tokens, so the gradient is
         replicated. The same holds for the gradients of a block's norms.
-        `gather_with_grad` gathers the latents and shared keys of all T tokens. Each rank's heads contribute a part of
-        their gradient, and gather_with_grad's backward sums these parts (by a reduce-scatter, or by an all-reduce
-        without sequence parallelism).
-    Context parallelism: `gather_latents` gathers latents and shared keys over context parallel ranks.
+        `gather_with_grad` gathers the latents and shared keys of all T tokens. Each rank's heads
+        contribute a part of the gradient of latents and shared keys. gather_with_grad's backward
+        sums these parts (by a reduce-scatter, or by an all-reduce without sequence parallelism).
+    Context parallelism: `context.gather_latents`, which is cp.gather_tokens, gathers latents and shared
+        keys over context parallel ranks, in the order of the sequence. Its backward sums the
+        gradients of all ranks, and gives each rank those of its own tokens. Attention then has the
+        style "latents" of cp.py: a rank attends to all keys in one step.
     Generation: The cache keeps latents and shared keys.
+    Recomputation: With --recompute selective, the normed latent of queries and the keys and values are
+        freed after use in forward, and computed again in backward.
 
     norm_along: Spec.along of weights that are whole on every rank: {"tp": "partial"} or {"tp": "replicate"}.
     std, out_std: standard deviation of the initial weights. out_std is for wo.
@@ -127,38 +139,46 @@ class LatentAttention(nn.Module):
             return Spec(name + weight, (rows, columns), along, std=std)
 
         self.layer, self.window, self.head_dim = layer, model.window_of(layer), D
-        self.score_factor = model.score_factor
+        self.score_factor = model.score_factor  # of YaRN, with --rope-mscale; otherwise 1
         self.widths = [R, r, Q]  # of the two down-projections of x: latent, shared key, latent of queries
         self.head_widths = [D - r, v]  # of the two parts that w_kv_up computes for a head: k, value
         down = [spec("w_kv_down", R + r, H, norm_along)]
         if Q:
             down.append(spec("w_q_down", Q, H, norm_along))
+        # These matrices are whole on every rank. Their layer is column parallel only because such a layer multiplies
+        # by several weights at once. `forward` calls it with NO_EXCHANGE.
         self.to_latents = ColumnParallelLinear(make, *down)
         self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
         self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, norm_along) if Q else None
+        # {"tp": n}: dimension n is sharded over tp. 0: the rows, 1: the columns.
         self.q_up = ColumnParallelLinear(make, spec("w_q_up" if Q else "wq", N * D, Q or H, {"tp": 0}))
         self.kv_up = ColumnParallelLinear(make, spec("w_kv_up", N * (D - r + v), R, {"tp": 0}))
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, N * v), {"tp": 1}, std=out_std))
 
     def forward(self, x: Tensor, context) -> Tensor:  # context: model.ForwardContext
-        # Latents of the tokens that this rank has between layers. w_kv_down and w_q_down are one matmul.
+        # Latents of the tokens that this rank has between layers. w_kv_down and w_q_down are one matmul. If Q = 0,
+        # q_latent is empty.
         latent, shared_key, q_latent = self.to_latents(x, NO_EXCHANGE).split(self.widths, -1)  # each [T/t, width]
 
         # Queries of this rank's heads, for all T tokens of the chunk.
         h = self.q_norm(q_latent) if self.q_norm else x
         q = self.q_up(h, context.tp)  # [T, N D / t]
         if self.q_norm:
-            # With --recompute selective, this frees h = self.q_norm(q_latent), once q has been computed from h. When
-            # the backward of q begins, h is computed again.
+            # With --recompute selective, this frees h, because q has been computed from it. When the backward of q
+            # begins, h is computed again, as self.q_norm(q_latent). The arguments are: what is freed, until whose
+            # backward, the function that computes it again, and that function's input.
             context.recompute.drop(h, q, self.q_norm, q_latent)
         if self.score_factor != 1:
-            q = q * self.score_factor  # in place of scores: the attention kernels know only 1 / sqrt(D)
+            # YaRN multiplies scores by this factor, besides 1 / sqrt(D). An AttentionKernel takes no such factor, so
+            # scale q instead of the scores.
+            q = q * self.score_factor
         q = rearrange(q, "(b s) (n d) -> b s n d", s=context.seq, d=self.head_dim)
-        q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")  # the last r of each head's D are rotated
+        # rotate_tail works in place. It rotates the last r of each head's D numbers.
+        q = rearrange(rotate_tail(q, context.angles), "b s n d -> b n s d")
 
-        # Latents and shared keys of the chunk. As a column parallel layer, kv_up would gather the latents. They are
-        # gathered here instead, together with the shared keys, in one call. The gather comes before the rotation,
-        # because `angles` belong to all T tokens.
+        # Latents and shared keys of the chunk. kv_up is column parallel and would gather its input itself. We gather
+        # here instead, with the shared keys, in one call, and call kv_up with NO_EXCHANGE (in `expand`). The gather
+        # comes before the rotation, because `angles` belong to all T tokens.
         own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
         own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
         if context.cache is not None:  # the cache keeps latents as its keys, and shared keys as its values
