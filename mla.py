@@ -66,7 +66,7 @@ def latent_attention(x: Tensor, weights: dict[str, Tensor], model: Model) -> tup
     """
     S, N, D = len(x), model.heads, model.head_dim
     R, r, v = model.kv_lora_rank, model.rope_head_dim, model.value_dim
-    cos, sin = rotary_angles(torch.arange(S), model, x.dtype, S)  # [S, 1, r/2]
+    cos, sin = rotary_angles(torch.arange(S), model, x.dtype, length=S)  # [S, 1, r/2]
 
     # What is cached.
     latent, shared_key = (x @ weights["w_kv_down"].T).split([R, r], -1)
@@ -179,11 +179,16 @@ class LatentAttention(nn.Module):
         # Latents and shared keys of the chunk. kv_up is column parallel and would gather its input itself. We gather
         # here instead, with the shared keys, in one call, and call kv_up with NO_EXCHANGE (in `expand`). The gather
         # comes before the rotation, because `angles` belong to all T tokens.
-        own = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
-        own = rotate_tail(rearrange(own, "(b s) w -> b s 1 w", s=context.seq), context.angles)
-        if context.cache is not None:  # the cache keeps latents as its keys, and shared keys as its values
-            own = torch.cat(context.cache.extend(self.layer, *own.split(self.widths[:2], -1), self.window), -1)
-        latents = context.gather_latents(own)  # [B, S, 1, R + r], of whole sequences
+        local_latents = context.tp.gather_with_grad(torch.cat((self.kv_norm(latent), shared_key), -1))  # [T, R + r]
+        local_latents = rearrange(local_latents, "(b s) w -> b s 1 w", s=context.seq)
+        local_latents = rotate_tail(local_latents, context.angles)  # rotates the shared key, in place
+        if context.cache is not None:
+            # The cache keeps latents as its keys, and shared keys as its values. `extend` appends those of the new
+            # tokens, and returns them after those of earlier tokens. With a window, it keeps only window - 1 earlier
+            # tokens.
+            seen = context.cache.extend(self.layer, *local_latents.split(self.widths[:2], -1), self.window)
+            local_latents = torch.cat(seen, -1)
+        latents = context.gather_latents(local_latents)  # [B, S, 1, R + r], of whole sequences
 
         # Keys and values of this rank's heads, and attention.
         keys_values = self.expand(latents)  # [B, N/t, S, D + v]
