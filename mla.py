@@ -124,11 +124,12 @@ class LatentAttention(nn.Module):
     Recomputation: With --recompute selective, the normed latent of queries and the keys and values are
         freed after use in forward, and computed again in backward.
 
-    norm_along: Spec.along of weights that are whole on every rank: {"tp": "partial"} or {"tp": "replicate"}.
+    whole_along: Spec.along of the matrices and norms that are whole on every rank: {"tp": "partial"} or
+        {"tp": "replicate"}.
     std, out_std: standard deviation of the initial weights. out_std is for wo.
     """
 
-    def __init__(self, layer: int, model: Model, make: MakeParameter, norm_along: dict, std: float, out_std: float):
+    def __init__(self, layer: int, model: Model, make: MakeParameter, whole_along: dict, std: float, out_std: float):
         super().__init__()
         H, N, D, name = model.hidden, model.heads, model.head_dim, f"layers.{layer}.attention."
         R, r, v, Q = model.kv_lora_rank, model.rope_head_dim, model.value_dim, model.q_lora_rank
@@ -142,14 +143,14 @@ class LatentAttention(nn.Module):
         self.score_factor = model.score_factor  # of YaRN, with --rope-mscale; otherwise 1
         self.widths = [R, r, Q]  # of the two down-projections of x: latent, shared key, latent of queries
         self.head_widths = [D - r, v]  # of the two parts that w_kv_up computes for a head: k, value
-        down = [spec("w_kv_down", R + r, H, norm_along)]
+        down = [spec("w_kv_down", R + r, H, whole_along)]
         if Q:
-            down.append(spec("w_q_down", Q, H, norm_along))
+            down.append(spec("w_q_down", Q, H, whole_along))
         # These matrices are whole on every rank. Their layer is column parallel only because such a layer multiplies
         # by several weights at once. `forward` calls it with NO_EXCHANGE.
         self.to_latents = ColumnParallelLinear(make, *down)
-        self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, norm_along)
-        self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, norm_along) if Q else None
+        self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, whole_along)
+        self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, whole_along) if Q else None
         # {"tp": n}: dimension n is sharded over tp. 0: the rows, 1: the columns.
         self.q_up = ColumnParallelLinear(make, spec("w_q_up" if Q else "wq", N * D, Q or H, {"tp": 0}))
         self.kv_up = ColumnParallelLinear(make, spec("w_kv_up", N * (D - r + v), R, {"tp": 0}))

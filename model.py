@@ -98,7 +98,7 @@ class Attention(nn.Module):
     """Grouped-query attention. A tensor parallel rank has N/t query heads, and K/t key and value heads (at least 1).
     """
 
-    def __init__(self, layer: int, config: Model, make: MakeParameter, t: int, norm_along: dict):
+    def __init__(self, layer: int, config: Model, make: MakeParameter, t: int, whole_along: dict):
         super().__init__()
         H, D, name = config.hidden, config.head_dim, f"layers.{layer}.attention."
         self.layer, self.window, self.head_dim = layer, config.window_of(layer), D
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         # The output's bias is whole on each rank, and is added to the tokens that a norm sees: it gets its gradient as
         # a norm does.
         self.out = RowParallelLinear(make, Spec(name + "wo", (H, q_rows), {"tp": 1}, std=output_std(config)),
-                                     Spec(name + "bo", (H,), norm_along, decay=False) if config.out_bias else None)
+                                     Spec(name + "bo", (H,), whole_along, decay=False) if config.out_bias else None)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             # Whole on each rank. Each rank's heads give one term of the gradient (with kv_copy, its queries do).
@@ -182,23 +182,24 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)).
 
     t: tensor parallel ranks.
-    norm_along: how norms' weights, which are whole on each rank, get their gradients: the `along` of a Spec.
+    whole_along: how weights that are whole on each rank, such as those of norms, get their gradients: the
+        `along` of a Spec.
     """
 
-    def __init__(self, layer: int, config: Model, make: MakeParameter, *, t: int, norm_along: dict, groups: Groups,
+    def __init__(self, layer: int, config: Model, make: MakeParameter, *, t: int, whole_along: dict, groups: Groups,
                  balance: Balance):
         super().__init__()
         name = f"layers.{layer}."
-        self.attention_norm = RMSNorm(make, name + "attention_norm", config.hidden, config.norm_eps, norm_along)
+        self.attention_norm = RMSNorm(make, name + "attention_norm", config.hidden, config.norm_eps, whole_along)
         if config.kv_lora_rank:
-            self.attention = LatentAttention(layer, config, make, norm_along, INIT_STD, output_std(config))
+            self.attention = LatentAttention(layer, config, make, whole_along, INIT_STD, output_std(config))
         else:
-            self.attention = Attention(layer, config, make, t, norm_along)
-        self.ffn_norm = RMSNorm(make, name + "ffn_norm", config.hidden, config.norm_eps, norm_along)
+            self.attention = Attention(layer, config, make, t, whole_along)
+        self.ffn_norm = RMSNorm(make, name + "ffn_norm", config.hidden, config.norm_eps, whole_along)
         if config.has_experts(layer):
             self.ffn = MixtureOfExperts(layer, config, make, groups, balance)
         else:
-            self.ffn = FeedForward(name + "ffn.", config.ffn, config, make, norm_along if config.ffn_bias else None)
+            self.ffn = FeedForward(name + "ffn.", config.ffn, config, make, whole_along if config.ffn_bias else None)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:  # [T/t, H] -> [T/t, H]
         return context.recompute(partial(self.attention_and_ffn, context=context), x)
@@ -219,9 +220,10 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The last norm, then logits or the loss. table: the embedding's, if it is tied and on this rank."""
 
-    def __init__(self, config: Model, make: MakeParameter, norm_along: dict, table: nn.Parameter | None, z_loss: float):
+    def __init__(self, config: Model, make: MakeParameter, whole_along: dict, table: nn.Parameter | None,
+                 z_loss: float):
         super().__init__()
-        self.norm = RMSNorm(make, "norm", config.hidden, config.norm_eps, norm_along)
+        self.norm = RMSNorm(make, "norm", config.hidden, config.norm_eps, whole_along)
         spec = table_spec(config, "embedding" if config.tied else "head")
         self.vocabulary = VocabParallelHead(make, spec, table, z_loss)
 
@@ -308,8 +310,8 @@ class Llama(nn.Module):
         self.cached_angles: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
         make = partial(parameter, groups=groups, dtype=execution.dtype, device=execution.device)
-        norm_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
-        common = dict(config=config, make=make, t=self.tp.size, norm_along=norm_along, groups=groups, balance=balance)
+        whole_along = {"tp": "partial" if self.tp.sequence else "replicate"}  # partial: tp ranks see different tokens
+        common = dict(config=config, make=make, t=self.tp.size, whole_along=whole_along, groups=groups, balance=balance)
         has_first_stage, has_last_stage = 0 in self.layers_of_stage, self.last_stage in self.layers_of_stage
         predicts_ahead = has_last_stage and config.mtp
 
@@ -327,7 +329,7 @@ class Llama(nn.Module):
         self.head = None
         if has_last_stage:
             table = self.embedding.table if config.tied and self.embedding else None
-            self.head = Head(config, make, norm_along, table, z_loss)
+            self.head = Head(config, make, whole_along, table, z_loss)
 
     def units(self) -> dict[int, list[nn.Module]]:
         """Return each stage's modules in forward order. Each is an FSDP unit: ZeRO-3 gathers and frees its weights, and
@@ -501,17 +503,17 @@ class MultiTokenPrediction(Block):
     """
 
     def __init__(self, embedding: VocabParallelEmbedding, layer: int, config: Model, make: MakeParameter,
-                 norm_along: dict, **rest):
-        super().__init__(layer, config, make, norm_along=norm_along, **rest)
+                 whole_along: dict, **rest):
+        super().__init__(layer, config, make, whole_along=whole_along, **rest)
         name, H = f"layers.{layer}.", config.hidden
         self.embedding = embedding
-        self.e_norm = RMSNorm(make, name + "enorm", H, config.norm_eps, norm_along)
-        self.h_norm = RMSNorm(make, name + "hnorm", H, config.norm_eps, norm_along)
-        self.norm = RMSNorm(make, name + "shared_head.norm", H, config.norm_eps, norm_along)
+        self.e_norm = RMSNorm(make, name + "enorm", H, config.norm_eps, whole_along)
+        self.h_norm = RMSNorm(make, name + "hnorm", H, config.norm_eps, whole_along)
+        self.norm = RMSNorm(make, name + "shared_head.norm", H, config.norm_eps, whole_along)
         # A plain linear layer, replicated over tp: forward calls it with a group of one, for the tokens that the rank
         # has between layers. It is a ColumnParallelLinear only so that train.py's multiply_in_fp8 converts it, too.
         # Its gradient is summed like a norm's.
-        self.project = ColumnParallelLinear(make, Spec(name + "eh_proj", (H, 2 * H), norm_along, std=INIT_STD))
+        self.project = ColumnParallelLinear(make, Spec(name + "eh_proj", (H, 2 * H), whole_along, std=INIT_STD))
 
     def forward(self, h: Tensor, context: ForwardContext) -> Tensor:
         """Return h and, below it, the normalised activation that predicts the token after the next: [2 T/t, H].
