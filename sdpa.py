@@ -8,41 +8,56 @@
                         backward    aten._scaled_dot_product_KERNEL_backward(
                                         do, q, k, v, merged o, merged lse, ...)                ─►  dq, dk, dv
 
-Torch has several attention kernels, which it calls backends. A fused kernel never writes the scores
-[rows, columns] to memory. "math" is not fused: it writes them, and saves them for backward. The
-table says what we give each kernel.
-
-    kernel      device   dtypes          mask                         D            heads of k and v that we pass
-    cuDNN       GPU      16 bits         none, or is_causal           to 128, or   K
-                                                                      192 (V 128)
-    flash       GPU      16 bits         none, or is_causal           to 256       K
-    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   any          N (each repeated)
-    math        GPU      any             none, is_causal, or tensor   any          K, or N (each repeated)
-    flash       CPU      any             none, is_causal, or tensor   any          K; N (each repeated) for whole
-                                                                                   sequences with a tensor
+KERNEL is cudnn_attention, flash_attention, or on a CPU flash_attention_for_cpu.
 
 Shapes: B batch, N query heads, K key and value heads, D width of a query or key, V width of a
 value, which is D or less; rows: queries, columns: keys. q [B, N, rows, D], k [B, K, columns, D] and
 v [B, K, columns, V] give o [B, N, rows, V] and lse [B, N, rows], the log-sum-exp of each row's
 scores.
 
+Torch has several attention kernels, which it calls backends. A fused kernel never writes the scores
+[rows, columns] to memory. "math" is not fused: it writes them, and saves them for backward. The
+table says what we give each kernel for whole sequences. Torch takes the first kernel in it that
+fits the call. Blocks have fewer kernels to choose from (below).
+
+    kernel      device   dtypes          mask                         D            heads of k and v
+    cuDNN       GPU      16 bits         none, or is_causal           to 128, or   K
+                                                                      192 (V 128)
+    flash       GPU      16 bits         none, or is_causal           to 256       K
+    efficient   GPU      16 or 32 bits   none, is_causal, or tensor   aligned      N (each repeated)
+    math        GPU      any             none, is_causal, or tensor   any          K, or N (each repeated)
+    flash       CPU      any             none, is_causal, or tensor   any          K, or N (each repeated) with a tensor
+
+Aligned: D and V are multiples of 8 in 16 bits, and of 4 in fp32, on Ampere and later GPUs. Torch's
+public function pads other widths for flash, and gives them to math where flash does not fit.
+
 Masks have three kinds (`Mask.kind` in operations.py):
 
     "unmasked"   no mask. Each query sees each key, as one new token sees all cached keys.
     "causal"     torch's is_causal. Queries and keys are the same tokens; only later keys are hidden.
-    "general"    a boolean tensor [rows, columns]. Needed for windows, documents, and several new
-                 tokens after cached keys.
+    "general"    a boolean tensor, the result of `Mask.visible`: [rows, columns], or with documents
+                 [B, 1, rows, columns]. Needed for windows, documents, and several new tokens after
+                 cached keys.
 
-Whole sequences (`attention_sdpa`): we set an order of preference. Torch takes the first kernel that
-accepts the call. cuDNN is first because it is the fastest on Hopper. math is last because it saves
-the scores.
+Whole sequences (`attention_sdpa`): we set the order of preference that the table has for GPUs. cuDNN
+is first because others report that on Hopper it is faster than FlashAttention 2, which torch's
+flash is (plan/step_time.py), and than a kernel in Triton (docs/NOTES.md). We have not measured this
+ourselves. math is last because it saves the scores.
 
 Blocks (`sdpa_forward`, `sdpa_backward`): merging the results of blocks requires the lse, which the
-public function does not return. Its backward would use the block's own o and lse, although the
-gradients of a block depend on the whole row. So we call the private operators of one kernel: cuDNN
-up to D = 128, flash for wider heads, and the CPU's flash on CPUs. On a GPU these operators refuse
-mask tensors, fp32, fp64, D above 256, and a D that is not a multiple of 8. In these cases
-math_forward and math_backward of operations.py compute the block (`has_gpu_kernel`).
+public function does not return. Autograd of the public function would use the block's own o and
+lse, but the gradients need the merged ones. So we call the private operators of one kernel:
+
+    on a GPU    cuDNN       up to D = 128, and D = 192 with V = 128
+                flash       other widths up to 256
+    on a CPU    flash       all blocks
+
+On a GPU, these operators get no block with a mask tensor, in fp32 or fp64, with D above 256, or with
+a D that is not a multiple of 8 (`has_gpu_kernel`). math_forward and math_backward of operations.py
+compute those. flash's operator would refuse all of them. cuDNN's would take only a mask tensor.
+
+On a CPU, the private operator takes K < N heads of keys and values also with a mask tensor. With
+one, the public function would take math, so there we repeat the heads.
 
 Narrow values, V < D, as latent attention has them (mla.py): flash needs V = D, on GPUs and on CPUs.
 There values are padded with zeros, which costs 2 D / (D + V) times the FLOPs of forward. The other
@@ -50,8 +65,8 @@ kernels take narrow values as they are (`needs_padding`). DeepSeek-V3's widths a
 cuDNN takes them on Hopper and on data center Blackwell.
 
 Easily got wrong: torch's cuDNN also accepts mask tensors and some wider heads. With a mask tensor
-its backward may return NaN, and for wider heads torch may refuse the backward. So we disable cuDNN
-in both cases (`choose_sdpa_kernels`).
+its backward may return NaN, and for wider heads torch may refuse the backward. So we give cuDNN
+neither (`choose_sdpa_kernels`, `has_gpu_kernel`, `fits_cudnn`).
 
 Who decides: cp.choose_attention picks an AttentionKernel for each window of a model: SDPA (this
 file), MATH (operations.py) or Triton's (flash.py). flash.py calls this file where its kernels do
@@ -102,10 +117,10 @@ def attend_in_two_blocks(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[T
 
 # ---- which kernel torch takes ---------------------------------------------------------------------------------------
 
-# The fastest on Hopper first.
+# The fastest on Hopper first, as others report.
 SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_WIDTH = 128  # the widest heads that we give cuDNN: for wider ones, such as 192, torch may refuse its backward
-DEEPSEEK_WIDTHS = 192, 128  # D and V: the exception, which torch takes where this GPU's cuDNN has both directions
+DEEPSEEK_WIDTHS = 192, 128  # D and V: the exception. Torch takes cuDNN for them if it has a forward and a backward here
 FLASH_WIDTH = 256  # the widest heads that flash takes on a GPU
 
 
@@ -114,8 +129,8 @@ def set_sdpa_order() -> AbstractContextManager:
     """Let torch take the first kernel of SDPA_ORDER that runs, until this process ends.
 
     Entering and leaving the context at each call of F.scaled_dot_product_attention would take 25 of
-    that call's 32 us. `cache` keeps the context manager alive: if it were garbage-collected, it
-    would exit and restore the old order.
+    the 32 us that the host needs for that call (measured on a CPU: docs/NOTES.md). `cache` keeps
+    the context manager alive: if it were garbage-collected, it would exit and restore the old order.
     """
     context = sdpa_kernel(SDPA_ORDER, set_priority=True)
     context.__enter__()
@@ -130,7 +145,7 @@ def choose_sdpa_kernels(cudnn: bool) -> None:
     NaN for some lengths (pytorch#196678).
     """
     set_sdpa_order()
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)  # a flag, which takes 0.7 us to set
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)  # a flag, which takes 0.7 us of the host to set, on a CPU
 
 
 def fits_cudnn(q: Tensor, v: Tensor) -> bool:
@@ -160,8 +175,8 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 # ---- attention of one block of keys ---------------------------------------------------------------------------------
-# sdpa_forward and sdpa_backward extend plain_forward and plain_backward by masks and by the kernels
-# of GPUs. They also return an lse of -inf for rows that see no key of the block, so that merging
+# sdpa_forward and sdpa_backward do the same as plain_forward and plain_backward, also with masks and
+# on GPUs. For rows that see no key of the block, sdpa_forward returns an lse of -inf, so that merging
 # does not change these rows.
 
 def check_heads(q: Tensor, k: Tensor) -> None:
@@ -236,7 +251,8 @@ def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Te
                  mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients with the kernel that gpu_forward used.
 
-    The order of their sums varies, unless torch.use_deterministic_algorithms is on.
+    Not deterministic. torch.use_deterministic_algorithms makes flash's backward deterministic, but
+    not cuDNN's (pytorch#182551).
     """
     seed = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: there is no dropout
     options = dict(cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=0.0,
@@ -251,15 +267,20 @@ def gpu_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Te
 # Zeros beside the values make zeros beside o, and change nothing else: scores do not depend on values.
 
 def needs_padding(q: Tensor, k: Tensor, v: Tensor, kind: str) -> bool:
-    """Whether the kernel of this call takes no values narrower than keys. kind: the result of
-    Mask.kind."""
+    """Whether v must be padded: it is narrower than k, and the kernel that this call gets needs V = D.
+
+    kind: the result of Mask.kind.
+
+    This may set a global flag of torch, because can_use_cudnn_attention reads the flag. Before its
+    call of torch, attention_sdpa sets the flag again. The private operators of blocks do not read it.
+    """
     if v.shape[-1] == k.shape[-1]:
         return False
     if not q.is_cuda:
         return True  # the CPU's flash. Without padding torch would take math, which saves the scores
     if not has_gpu_kernel(q, kind):
-        return False  # efficient and math take any
-    choose_sdpa_kernels(cudnn=True)  # else cuDNN might be disabled by an earlier call
+        return False  # efficient and math take narrow values
+    choose_sdpa_kernels(cudnn=True)  # an earlier call may have disabled cuDNN
     params = SDPAParams(q, k, v, None, 0.0, kind == "causal", q.shape[1] > k.shape[1])
     return not (fits_cudnn(q, v) and can_use_cudnn_attention(params))
 
@@ -287,6 +308,7 @@ class OneBlock(Function):
         return *sdpa_backward(do, *ctx.saved_tensors, ctx.mask), None
 
 
+# The tensor of a "general" mask is prepared once for all layers (AttentionKernel.prepare_mask).
 SDPA = AttentionKernel(attention_sdpa, sdpa_forward, sdpa_backward, kinds_as_tensor=("general",))
 
 
