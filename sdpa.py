@@ -167,8 +167,9 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     visible = mask.visible(q.shape[2], k.shape[2], q.device) if kind == "general" else None
     if q.is_cuda:
         choose_sdpa_kernels(fits_cudnn(q, v) and visible is None)
-    efficient_only = q.is_cuda and (q.itemsize > 2 or q.shape[-1] > FLASH_WIDTH)  # no other fused kernel takes these
-    if kind == "general" or efficient_only:  # here no fused kernel takes K < N
+    # What flash refuses, cuDNN does not get, either. It goes to the efficient kernel, or in fp64 to math.
+    flash_refuses = q.is_cuda and (q.itemsize > 2 or q.shape[-1] > FLASH_WIDTH)
+    if kind == "general" or flash_refuses:  # here no fused kernel takes K < N
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
                                           enable_gqa=q.shape[1] > k.shape[1])  # False after repeat_kv_heads
@@ -195,7 +196,8 @@ def sdpa_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     if q.is_cuda:
         return (gpu_forward if has_gpu_kernel(q, kind) else math_forward)(q, k, v, mask)
     bias = additive_mask(q, k, mask) if kind == "general" else None
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout_p=0.0, is_causal=kind == "causal", attn_mask=bias)
     if bias is not None:  # for rows that see no key this kernel returns o = 0, but a log-sum-exp other than -inf
         lse = lse.masked_fill(bias.isneginf().all(-1), -torch.inf)
     return o, lse
