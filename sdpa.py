@@ -343,15 +343,14 @@ def demo() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"Attention of 8 query heads and 2 key and value heads on {device}: which kernel computes it?\n\n"
           f"{'dtype':10s}{'D':5s}{'mask':12s}{'whole sequences':18s}a block of context parallelism")
-    for dtype, D, name, mask in [
-            (torch.bfloat16, 128, "causal", Mask()), (torch.bfloat16, 128, "none", Mask(causal=False)),
-            (torch.bfloat16, 192, "causal", Mask()), (torch.bfloat16, 128, "window", Mask(window=100)),
-            (torch.float32, 128, "causal", Mask()), (torch.float64, 128, "causal", Mask())]:
+    for dtype, D, mask in [
+            (torch.bfloat16, 128, Mask()), (torch.bfloat16, 128, Mask(causal=False)), (torch.bfloat16, 192, Mask()),
+            (torch.bfloat16, 128, Mask(window=100)), (torch.float32, 128, Mask()), (torch.float64, 128, Mask())]:
         q, k, v = (torch.randn(1, heads, 256, D, device=device, dtype=dtype) for heads in (8, 2, 2))
         block = find_kernel(sdpa_forward, q, k, v, mask)
         q.requires_grad_()  # torch refuses some kernels because of their backward
         whole = find_kernel(attention_sdpa, q, k, v, mask)
-        print(f"{str(dtype).removeprefix('torch.'):10s}{D:<5d}{name:12s}{whole:18s}{block}")
+        print(f"{str(dtype).removeprefix('torch.'):10s}{D:<5d}{mask.kind(256, 256):12s}{whole:18s}{block}")
 
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(2, heads, 64, 32, dtype=torch.float64) for heads in (8, 2, 2, 8))
