@@ -146,8 +146,8 @@ class LatentAttention(nn.Module):
         down = [spec("w_kv_down", R + r, H, whole_along)]
         if Q:
             down.append(spec("w_q_down", Q, H, whole_along))
-        # These matrices are whole on every rank. Their layer is column parallel only because such a layer multiplies
-        # by several weights at once. `forward` calls it with NO_EXCHANGE.
+        # These matrices are whole on every rank, and `forward` calls their layer with NO_EXCHANGE. It is column
+        # parallel only because such a layer multiplies by several weights at once, and adds to their gradient buffers.
         self.to_latents = ColumnParallelLinear(make, *down)
         self.kv_norm = RMSNorm(make, name + "kv_norm", R, model.norm_eps, whole_along)
         self.q_norm = RMSNorm(make, name + "q_norm", Q, model.norm_eps, whole_along) if Q else None
