@@ -56,8 +56,9 @@ On a GPU, these operators get no block with a mask tensor, in fp32 or fp64, with
 a D that is not a multiple of 8 (`has_gpu_kernel`). math_forward and math_backward of operations.py
 compute those. flash's operator would refuse all of them. cuDNN's would take only a mask tensor.
 
-On a CPU, the private operator takes K < N heads of keys and values also with a mask tensor. With
-one, the public function would take math, so there we repeat the heads.
+On a CPU, flash takes K < N heads of keys and values with and without a mask tensor, by the public
+function and by the private operator. For whole sequences with a tensor we repeat the heads all the
+same, because on a GPU no fused kernel takes K < N with a tensor.
 
 Narrow values, V < D, as latent attention has them (mla.py): flash needs V = D, on GPUs and on CPUs.
 There values are padded with zeros, which costs 2 D / (D + V) times the FLOPs of forward. The other
@@ -169,7 +170,7 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         choose_sdpa_kernels(fits_cudnn(q, v) and visible is None)
     # What flash refuses, cuDNN does not get, either. It goes to the efficient kernel, or in fp64 to math.
     flash_refuses = q.is_cuda and (q.itemsize > 2 or q.shape[-1] > FLASH_WIDTH)
-    if kind == "general" or flash_refuses:  # here no fused kernel takes K < N
+    if kind == "general" or flash_refuses:  # here no fused kernel for GPUs takes K < N
         k, v = repeat_kv_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=kind == "causal",
                                           enable_gqa=q.shape[1] > k.shape[1])  # False after repeat_kv_heads
