@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE = "model.safetensors"  # the file of weights, if there is only one
 INDEX = "model.safetensors.index.json"  # the list of the tensors in several files
-BLOCK = 2**24  # bytes that are compared at a time
+COMPARED_BYTES = 2**24  # bytes that are compared at a time
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the special tokens in config.json
 GENERATION = "generation_config.json"
 # What transformers reads for a tokenizer, besides tokenizer.json: files, and a folder of chat templates.
@@ -129,7 +129,8 @@ class JsonField(NamedTuple):
     ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
     zero: bool = False  # whether numbers may also be 0
     null: bool = False  # whether the field may be null
-    only: tuple = ()  # the only values that a class may have that does not read the field; the first is the default
+    # If the class does not read the field: the only values allowed; the first is the default. (): any value.
+    if_unread: tuple = ()
 
 
 # The fields of config.json that we know. The first rule that applies to a field says which values
@@ -138,11 +139,11 @@ class JsonField(NamedTuple):
 # 1. If the class has `limits` for the field, only the values in `limits` are allowed.
 # 2. If the class reads the field, which is then in the class's `defaults`, all values of its kind are
 #    allowed.
-# 3. If the field has `only`, it must be absent, or have a value in `only`.
+# 3. If the field has `if_unread`, it must be absent, or have a value in `if_unread`.
 # 4. layer_types must be absent or null.
 #
 # All other fields are ignored. read_rope and read_quantization read the fields for rotary
-# embeddings and quantization, and allow only the values in `only`, for every class.
+# embeddings and quantization, and allow only the values in `if_unread`, for every class.
 FIELDS = {
     "vocab_size": JsonField(int, "vocab"),
     "hidden_size": JsonField(int, "hidden"),
@@ -153,31 +154,31 @@ FIELDS = {
     "head_dim": JsonField(int, "head_dim", null=True),
     "tie_word_embeddings": JsonField(bool, "tied"),
     "rms_norm_eps": JsonField(float, "norm_eps"),
-    "hidden_act": JsonField(str, only=("silu", "swish")),
-    "attention_bias": JsonField(bool, "out_bias", only=(False,)),  # from it, model_fields also sets qkv_bias
-    "mlp_bias": JsonField(bool, "ffn_bias", only=(False,)),
-    "attention_dropout": JsonField(float, zero=True, only=(0,)),
+    "hidden_act": JsonField(str, if_unread=("silu", "swish")),
+    "attention_bias": JsonField(bool, "out_bias", if_unread=(False,)),  # from it, model_fields also sets qkv_bias
+    "mlp_bias": JsonField(bool, "ffn_bias", if_unread=(False,)),
+    "attention_dropout": JsonField(float, zero=True, if_unread=(0,)),
     "quantization_config": JsonField(dict, null=True),
     # Rotary embedding. model_fields also reads these inside rope_parameters or rope_scaling.
     "rope_theta": JsonField(float, "rope_theta"),
-    "rope_type": JsonField(str, only=("default", "llama3", "linear", "dynamic", "yarn")),
+    "rope_type": JsonField(str, if_unread=("default", "llama3", "linear", "dynamic", "yarn")),
     "factor": JsonField(float, "rope_scaling"),
-    "partial_rotary_factor": JsonField(float, null=True, only=(None, 1)),
-    "low_freq_factor": JsonField(float, only=(1.0,)),
+    "partial_rotary_factor": JsonField(float, null=True, if_unread=(None, 1)),
+    "low_freq_factor": JsonField(float, if_unread=(1.0,)),
     "high_freq_factor": JsonField(float, "rope_fast_turns"),
     "original_max_position_embeddings": JsonField(int, "original_seq_len"),
     "max_position_embeddings": JsonField(int, "original_seq_len"),  # for rope_type dynamic, or if the former is absent
-    "beta_slow": JsonField(float, null=True, only=(None, 1)),
+    "beta_slow": JsonField(float, null=True, if_unread=(None, 1)),
     "beta_fast": JsonField(float, "rope_fast_turns", null=True),
     "attention_factor": JsonField(float, "rope_attention_factor", null=True),
     "mscale": JsonField(float, zero=True, null=True),
     "mscale_all_dim": JsonField(float, zero=True, null=True),
-    "truncate": JsonField(bool, only=(True,)),
+    "truncate": JsonField(bool, if_unread=(True,)),
     "no_rope_layers": JsonField(list[int], zero=True, null=True),
     "no_rope_layer_interval": JsonField(int),
-    "full_attention": JsonField(dict, null=True, only=(None,)),  # rotary embeddings that differ by layer
-    "sliding_attention": JsonField(dict, null=True, only=(None,)),
-    "rope_interleave": JsonField(bool, only=(True,)),
+    "full_attention": JsonField(dict, null=True, if_unread=(None,)),  # rotary embeddings that differ by layer
+    "sliding_attention": JsonField(dict, null=True, if_unread=(None,)),
+    "rope_interleave": JsonField(bool, if_unread=(True,)),
     # The sliding window.
     "sliding_window": JsonField(int, "window", null=True),
     "use_sliding_window": JsonField(bool),
@@ -198,15 +199,15 @@ FIELDS = {
     "n_shared_experts": JsonField(int, "shared_experts", zero=True),
     "first_k_dense_replace": JsonField(int, "dense_layers", zero=True),
     "mlp_only_layers": JsonField(list[int], zero=True, null=True),
-    "decoder_sparse_step": JsonField(int, only=(1,)),
-    "moe_layer_freq": JsonField(int, only=(1,)),
+    "decoder_sparse_step": JsonField(int, if_unread=(1,)),
+    "moe_layer_freq": JsonField(int, if_unread=(1,)),
     "norm_topk_prob": JsonField(bool, "router_norm"),
     "routed_scaling_factor": JsonField(float, "router_scale"),
     "n_group": JsonField(int, "expert_groups"),
     "topk_group": JsonField(int, "top_groups"),
-    "scoring_func": JsonField(str, only=("sigmoid",)),
-    "topk_method": JsonField(str, only=("noaux_tc",)),
-    "router_jitter_noise": JsonField(float, zero=True, only=(0,)),
+    "scoring_func": JsonField(str, if_unread=("sigmoid",)),
+    "topk_method": JsonField(str, if_unread=("noaux_tc",)),
+    "router_jitter_noise": JsonField(float, zero=True, if_unread=(0,)),
     "model_type": JsonField(str),  # must be the class's model_type, or in its limits
 }
 KINDS = {  # kind of a field: (a value of this kind, the kind in words)
@@ -364,16 +365,16 @@ def read_architecture(config: dict[str, Any], where: str) -> str:
     return one
 
 
-def read_field(config: dict[str, Any], name: str, default: Any, where: str, only: tuple | None = None) -> Any:
+def read_field(config: dict[str, Any], name: str, default: Any, where: str, allowed: tuple | None = None) -> Any:
     """Return the value of a field of config.json, or the default if it is absent. Raises ValueError
     if the value is not allowed.
 
     where: the path of config.json, for messages
-    only: the allowed values. (): all values of the field's kind are allowed. None: the values that
+    allowed: the allowed values. (): all values of the field's kind are allowed. None: the values that
         FIELDS has for the field are allowed.
     """
     field, value = FIELDS[name], config.get(name, default)
-    only = field.only if only is None else only
+    allowed = field.if_unread if allowed is None else allowed
     example, words = KINDS[field.kind]
     fits = is_of_kind(value, example)
     if field.kind in (int, float, list[int]):
@@ -382,9 +383,9 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
         fits = fits and all(entry > 0 or (field.zero and entry == 0) for entry in entries)
     if value is None and field.null:
         fits = True
-    if only:
-        words = " or ".join(map(json.dumps, only))
-        fits = fits and value in only
+    if allowed:
+        words = " or ".join(map(json.dumps, allowed))
+        fits = fits and value in allowed
     need(fits, f"{where}: {name} {json.dumps(value)}: must be {words}")
     problem = problem_of(field.ours, value) if field.ours and value is not None else ""
     need(not problem, f"{where}: {name} {json.dumps(value)}: {problem}")
@@ -394,11 +395,12 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, only
 def read_fields(config: dict[str, Any], architecture: Architecture, where: str) -> dict[str, Any]:
     """Return the fields that the class reads, with their values. Raises ValueError if any field has
     a value that is not allowed (see FIELDS)."""
-    only = {name: field.only for name, field in FIELDS.items() if field.only and name not in architecture.defaults}
-    only |= {"model_type": (architecture.model_type,)} | architecture.limits
+    allowed = {name: field.if_unread for name, field in FIELDS.items()
+               if field.if_unread and name not in architecture.defaults}
+    allowed |= {"model_type": (architecture.model_type,)} | architecture.limits
     if "layer_types" not in architecture.defaults:
-        only["layer_types"] = (None,)
-    for name, values in only.items():
+        allowed["layer_types"] = (None,)
+    for name, values in allowed.items():
         read_field(config, name, values[0], where, values)
     return {name: read_field(config, name, default, where, architecture.limits.get(name, ()))
             for name, default in architecture.defaults.items()}
@@ -639,7 +641,7 @@ class Stored(NamedTuple):
     architecture: str
     tied: bool  # whether config.json ties the embedding and the head
     files: dict[str, tuple[str, str]]  # name in the class -> (file, name in this file)
-    block: tuple[int, int] | None  # rows and columns of the blocks of FP8 weights; None: nothing is quantised
+    fp8_block: tuple[int, int] | None  # rows and columns of the blocks of FP8 weights; None: nothing is quantised
 
 
 SCALES = "_scale_inv"  # the scales of an FP8 weight are a tensor with the weight's name and this at the end
@@ -731,14 +733,14 @@ def has_own_head(stored: Stored) -> bool:
         other, other_size = open_bytes(stored, head, files)
         if size != other_size:
             return True
-        for start in range(0, size, BLOCK):
-            count = min(size - start, BLOCK)
+        for start in range(0, size, COMPARED_BYTES):
+            count = min(size - start, COMPARED_BYTES)
             if one.read(count) != other.read(count):
                 return True
     return False
 
 
-def source(folder: str) -> Source:
+def source_of(folder: str) -> Source:
     """Return the source of the weights in `folder`. Its tensors are on the CPU, in the dtype of the
     folder, or in fp32 if that is FP8.
 
@@ -780,7 +782,7 @@ def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
     if len(shape) == 3 and shape[0] == 1 and len(got) < 3:
         shape, box = shape[1:], box[1:]
     need(got == shape, f"{place} has the shape {got}, the model asks for {shape}")
-    if dtype == "F8_E4M3" and stored.block and name + SCALES in stored.files:
+    if dtype == "F8_E4M3" and stored.fp8_block and name + SCALES in stored.files:
         values = tensor[box].float() * read_scales(stored, opened, name, shape, box)
     else:
         need(dtype in ("F64", "F32", "F16", "BF16"), f"{place} is {dtype}: use a model that is not quantised")
@@ -792,19 +794,19 @@ def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
 def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
     """Return the scale of each element in a box of an FP8 weight.
 
-    The tensor of scales has one element for each block of stored.block rows and columns.
+    The tensor of scales has one element for each block of stored.fp8_block rows and columns.
 
     shape: the shape of the whole weight
     """
     import torch
     place, tensor = find_tensor(stored, opened, name + SCALES)
     got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    grid = (*shape[:-2], *(math.ceil(n / size) for n, size in zip(shape[-2:], stored.block)))
+    grid = (*shape[:-2], *(math.ceil(n / size) for n, size in zip(shape[-2:], stored.fp8_block)))
     need(got == grid, f"{place} has the shape {got}, a scale for each block would be {grid}")
     need(dtype in ("F32", "BF16"), f"{place} is {dtype}: scales must be F32 or BF16")
-    blocks = [slice(s.start // size, math.ceil(s.stop / size)) for s, size in zip(box[-2:], stored.block)]
+    blocks = [slice(s.start // size, math.ceil(s.stop / size)) for s, size in zip(box[-2:], stored.fp8_block)]
     scales = tensor[(*box[:-2], *blocks)].float()
-    for dim, s, size in zip((-2, -1), box[-2:], stored.block):  # repeat each scale for the elements of its block
+    for dim, s, size in zip((-2, -1), box[-2:], stored.fp8_block):  # repeat each scale for the elements of its block
         scales = scales.index_select(dim, torch.arange(s.start, s.stop) // size - s.start // size)
     return scales
 

@@ -283,7 +283,7 @@ def without_garbage_collector() -> Iterator[None]:
 def initial_weights(settings: config.Config) -> Source:
     """Random ones, or those of --init-from, which has none of multi-token prediction."""
     drawn, folder, ahead = draw(settings.optim.seed), settings.run.init_from, f"layers.{settings.model.layers}."
-    published = huggingface.source(folder) if folder else drawn
+    published = huggingface.source_of(folder) if folder else drawn
     return lambda spec, box: (drawn if spec.name.startswith(ahead) else published)(spec, box)
 
 

@@ -128,7 +128,7 @@ def filled(model: config.Model, source: Source) -> Llama:
 
 
 def loaded(folder: str) -> Llama:
-    return filled(config.Model(**huggingface.read_config(folder)), huggingface.source(folder))
+    return filled(config.Model(**huggingface.read_config(folder)), huggingface.source_of(folder))
 
 
 def specs_of(llama: Llama) -> list:
@@ -225,7 +225,7 @@ def test_embedding_and_head_begin_alike_if_a_flag_changes_whether_they_are_tied(
         with refused(f"{folder}: has lm_head.weight, which the model does not use: give --allow-mismatch"):
             cli.parse(line)
         line.append("--allow-mismatch")
-    llama = filled(cli.parse(line).model, huggingface.source(folder))
+    llama = filled(cli.parse(line).model, huggingface.source_of(folder))
     table = next(param for param in llama.parameters() if param.spec.name == name)
     assert torch.equal(table, of_transformers(case).model.embed_tokens.weight)
 
@@ -313,7 +313,7 @@ def on_a_grid(folder: str, flags: str) -> tuple[list[tuple[float, float]], list[
              f"--warmup 0 --grad-clip 0.5 --weight-decay 0.3 {flags}")
     settings = rules.parse(flags.split(), grids.everyone().size, huggingface.read_config(folder))
     groups, model, pipeline, optimizer = grids.build(settings, filled=False)
-    job.load_first(SimpleNamespace(model=model, optimizer=optimizer), huggingface.source(folder))
+    job.load_first(SimpleNamespace(model=model, optimizer=optimizer), huggingface.source_of(folder))
     out = []
     for step in range(STEPS):
         tokens = tokens_of_step(step)
@@ -339,7 +339,7 @@ def test_training_on_four_grids_is_that_of_transformers(pool, tmp_path, monkeypa
             for (loss, norm), (its_loss, its_norm) in zip(steps, want[case], strict=True):
                 assert loss == pytest.approx(its_loss, rel=1e-9), (case, flags)
                 assert norm == pytest.approx(its_norm, rel=1e-9), (case, flags)
-        first, trained = (huggingface.source(cases[number]["folder"] + end) for end in ("", "/trained"))
+        first, trained = (huggingface.source_of(cases[number]["folder"] + end) for end in ("", "/trained"))
         for name, weight in grids.whole([pieces for _, pieces in ranks]).items():
             spec, box = Spec(name, tuple(weight.shape)), tuple(slice(0, n) for n in weight.shape)
             its = trained(spec, box)
@@ -375,7 +375,7 @@ def watched(folder: str, monkeypatch) -> tuple[list[int], Source]:
             reads.append(self.stored[box].numel())
             return self.stored[box]
 
-    source = huggingface.source(folder)
+    source = huggingface.source_of(folder)
     monkeypatch.setattr(safetensors, "safe_open", lambda *args, **kwargs: SimpleNamespace(
         get_slice=lambda name: Slice(opens(*args, **kwargs).get_slice(name))))
     return reads, source
@@ -580,7 +580,7 @@ def test_settings_that_are_not_implemented_are_refused_in_one_line(changed, mess
 def test_values_that_transformers_refuses_are_refused(architecture):
     """Values of another kind. Unlike transformers, a number may be written as a whole number."""
     kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
-    reads = {name for name, field in huggingface.FIELDS.items() if field.only} | set(
+    reads = {name for name, field in huggingface.FIELDS.items() if field.if_unread} | set(
         huggingface.ARCHITECTURES[architecture].defaults)
     tried = 0
     for name in reads & set(vars(kind(**SMALL))):
@@ -600,7 +600,7 @@ def test_values_that_transformers_refuses_are_refused(architecture):
 def test_a_folder_without_a_sound_config_json_is_refused(content, message, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    for reads in (huggingface.read_config, huggingface.source):
+    for reads in (huggingface.read_config, huggingface.source_of):
         with refused(f"{tmp_path}/config.json: {message}"):
             reads(str(tmp_path))
 
@@ -681,7 +681,7 @@ def test_weights_in_fp8_are_read_with_their_scales(block, published, tmp_path, m
     want, got = logits(transformers.AutoModelForCausalLM.from_pretrained(whole)), logits(llama)
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
     assert (got - logits(of_transformers("deepseek"))).abs().max() > 1e-2  # FP8 is coarse
-    plain = huggingface.source(str(whole))
+    plain = huggingface.source_of(str(whole))
     reads, source = watched(str(folder), monkeypatch)
     for spec, box in boxes_at_random(specs_of(llama)):
         want, blocks = plain(spec, box), 2 * math.prod(s.stop - s.start for s in box[:-2])  # 2: of gate and up
@@ -772,7 +772,7 @@ def test_what_is_missing_is_said_first_and_no_flag_is_advised_that_could_not_hel
 def test_a_weight_that_the_published_model_has_not_is_refused(published):
     model = config.Model(**huggingface.read_config(published("mixtral")) | dict(shared_experts=1))
     with pytest.raises(ValueError, match=r"layers\.0\.shared\.w_gate: MixtralForCausalLM has no such weight"):
-        filled(model, huggingface.source(published("mixtral")))
+        filled(model, huggingface.source_of(published("mixtral")))
 
 
 # ---- out ------------------------------------------------------------------------------------------------------------
