@@ -1,18 +1,19 @@
 """Published models, in and out: folders with config.json and safetensors, as Hugging Face's transformers writes them.
 
     read_config       config.json -> fields of config.Model
-    source            *.safetensors -> a source (core/param.py): a rank reads the boxes that it holds, never a
-                      whole parameter
+    source_of         *.safetensors -> a function that returns any part of any parameter. So a rank reads only the
+                      parts that it holds. core/param.py calls such a function a source
     export            a model of ours -> a folder that AutoModelForCausalLM.from_pretrained opens
     copy_tokenizer    the files of a tokenizer -> another folder
 
 Each class of transformers that we read and write, such as LlamaForCausalLM, has an entry in
 ARCHITECTURES. "The class" always means one of them. A config.json that asks for something that our
-model does not implement is refused. So is the export of a model that no class computes.
+model does not implement is refused. So is the export of a model that no class implements.
 
 On disk, weights have other names, and experts are stored differently. Our experts are stacked in
-one parameter. On disk, each expert has matrices of its own. This is such a parameter of layer 7,
-for E experts, F = ffn and H = hidden, and the ends of the names of its tensors on disk:
+one parameter. On disk, each expert has matrices of its own. The example is a parameter of layer 7,
+for E experts, F = ffn and H = hidden. To the right of its rows are the ends of the names of its
+tensors on disk:
 
     layers.7.experts.w_gate_up [E, 2F, H]     expert 0             expert 1             ...
                                rows 0 .. F    0.gate_proj.weight   1.gate_proj.weight
@@ -20,7 +21,7 @@ for E experts, F = ffn and H = hidden, and the ends of the names of its tensors 
 
 The full name of the last one is model.layers.7.mlp.experts.1.up_proj.weight.
 
-A box is a block of a parameter: a tuple of slices, one per dimension (core/param.py).
+A box is a rectangular part of a parameter: a tuple of slices, one per dimension (core/param.py).
 `boxes_on_disk` returns the tensors on disk that make up a parameter, and the box that each of them
 is. An export names them as the class does (`names_on_disk`). A folder that we read may use other
 names, because versions of transformers differ (`names_stored`).
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SINGLE = "model.safetensors"  # the file of weights, if there is only one
 INDEX = "model.safetensors.index.json"  # the list of the tensors in several files
-COMPARED_BYTES = 2**24  # bytes that are compared at a time
+COMPARED_BYTES = 2**24  # of two tensors at a time
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the special tokens in config.json
 GENERATION = "generation_config.json"
 # What transformers reads for a tokenizer, besides tokenizer.json: files, and a folder of chat templates.
@@ -75,7 +76,8 @@ NAMES = {
     "ffn.b_gate": "mlp.gate_proj.bias", "ffn.b_up": "mlp.up_proj.bias", "ffn.b_down": "mlp.down_proj.bias",
 }
 # {e} stands for the number of an expert: each expert has a tensor of its own. If there are two
-# names, the first tensor has the first half of our rows, and the second tensor has the second half.
+# names, with a space between them, the first tensor has the first half of our rows, and the second
+# tensor has the second half.
 MIXTRAL_NAMES = NAMES | {
     "router": "block_sparse_moe.gate.weight",
     "experts.w_gate_up": "block_sparse_moe.experts.{e}.w1.weight block_sparse_moe.experts.{e}.w3.weight",
@@ -103,12 +105,14 @@ FUSED_NAMES = {
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-# ---- what the classes of transformers compute -----------------------------------------------------------------------
+# ---- what the classes of transformers implement ---------------------------------------------------------------------
 
 class Architecture(NamedTuple):
     """A class of transformers: which fields of config.json it reads, and its names of weights."""
     model_type: str
-    defaults: dict[str, Any]  # each field that the class reads -> its value if it is absent; None: it has no default
+    # Each field that the class reads -> its value if it is absent. None means null, which is refused unless the field
+    # may be null: such a field must be present.
+    defaults: dict[str, Any]
     names: dict[str, str] = NAMES
     fixed: dict[str, Any] = {}  # fields of config.Model that config.json does not name, and their values in this class
     limits: dict[str, tuple] = {}  # field of config.json -> the only values that are allowed; the first is the default
@@ -129,7 +133,7 @@ class JsonField(NamedTuple):
     ours: str = ""  # the field of config.Model that has this value; "": model_fields says what follows from it
     zero: bool = False  # whether numbers may also be 0
     null: bool = False  # whether the field may be null
-    # If the class does not read the field: the only values allowed; the first is the default. (): any value.
+    # If the class does not read the field: the only values allowed; the first is the default. (): all are allowed.
     if_unread: tuple = ()
 
 
@@ -140,10 +144,16 @@ class JsonField(NamedTuple):
 # 2. If the class reads the field, which is then in the class's `defaults`, all values of its kind are
 #    allowed.
 # 3. If the field has `if_unread`, it must be absent, or have a value in `if_unread`.
-# 4. layer_types must be absent or null.
 #
-# All other fields are ignored. read_rope and read_quantization read the fields for rotary
-# embeddings and quantization, and allow only the values in `if_unread`, for every class.
+# All other fields are ignored. For example:
+#
+#     attention_bias   Llama's class reads it, so it may be true or false, and is false if it is absent (rule 2).
+#                      Mixtral's class does not, so it must be false or absent (rule 3).
+#     rms_norm_eps     DeepSeek-V3's class reads it, but has a limit: it must be 1e-6 or absent (rule 1).
+#
+# read_rope and read_quantization read the fields for the scaling of rotary embeddings and for
+# quantization, for every class. There too, a field with `if_unread` must have one of these values,
+# and a field without it may have all values of its kind.
 FIELDS = {
     "vocab_size": JsonField(int, "vocab"),
     "hidden_size": JsonField(int, "hidden"),
@@ -183,7 +193,7 @@ FIELDS = {
     "sliding_window": JsonField(int, "window", null=True),
     "use_sliding_window": JsonField(bool),
     "max_window_layers": JsonField(int, zero=True),
-    "layer_types": JsonField(list[str], null=True),
+    "layer_types": JsonField(list[str], null=True, if_unread=(None,)),
     # Latent attention.
     "kv_lora_rank": JsonField(int, "kv_lora_rank"),
     "q_lora_rank": JsonField(int, "q_lora_rank", null=True),
@@ -236,7 +246,8 @@ LATENT = llama_defaults(
     num_key_value_heads=128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
     v_head_dim=128, n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4, num_experts_per_tok=8,
     moe_intermediate_size=2048, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True)
-del LATENT["head_dim"]  # in DeepSeek-V3's config.json, this is the width of the rotated part of a key
+# transformers saves a head_dim, which is the width of the rotated part of a key. DeepSeek's own files have none.
+del LATENT["head_dim"]
 ARCHITECTURES = {  # with the defaults of transformers 5.23
     "LlamaForCausalLM": Architecture("llama", llama_defaults(attention_bias=False, mlp_bias=False)),
     "MistralForCausalLM": Architecture("mistral", llama_defaults(num_key_value_heads=8, sliding_window=4096)),
@@ -291,7 +302,7 @@ def tensors_on_disk(spec: Spec, architecture: str) -> list[tuple[str, Box]]:
 
 def boxes_on_disk(spec: Spec, names: list[str]) -> list[tuple[str, Box]]:
     """Return `tensors_on_disk` for tensors with these names. {e} is the number of an expert."""
-    if len(spec.shape) < 3 or "{e}" not in names[0]:  # there is one tensor, of all experts if it is theirs
+    if len(spec.shape) < 3 or "{e}" not in names[0]:  # one tensor holds the whole parameter, or none: a router's bias
         return [(name, tuple(slice(0, n) for n in spec.shape)) for name in names]
     experts, rows, columns = spec.shape
     rows //= len(names)  # the rows of one tensor
@@ -313,9 +324,13 @@ def weights_of(model: Any) -> Iterator[str]:
 
 
 def has_weight(model: Any, layer: int, name: str) -> bool:
-    """Return whether a layer of a config.Model has the weight of this name, such as "attention.bq"."""
+    """Return whether a layer of a config.Model has a weight.
+
+    name: a name in the tables of names, such as "attention.bq". Its parts are "attention" and "bq".
+        The layer has the weight unless it lacks one of the parts.
+    """
     experts, latents = model.has_experts(layer), model.kv_lora_rank
-    # Part of a name -> whether weights with this part exist. A weight exists unless one of its parts does not.
+    # Part of a name -> whether the layer has it. A part that is not here is in every layer.
     has = {"ffn": not experts, "router": experts, "experts": experts, "shared": experts and model.shared_experts,
            "wq": not model.q_lora_rank, "wk": not latents, "wv": not latents,
            "bq": model.qkv_bias, "bk": model.qkv_bias, "bv": model.qkv_bias, "bo": model.out_bias,
@@ -330,7 +345,7 @@ def has_weight(model: Any, layer: int, name: str) -> bool:
 
 def read_config(folder: str) -> dict[str, Any]:
     """Return the fields of config.Model that make it the model in `folder`. Raises ValueError if
-    there are none.
+    config.Model cannot describe it.
 
     config.json may tie embedding and head. If the folder nevertheless has both, and they differ,
     they are not tied. transformers does the same.
@@ -370,8 +385,8 @@ def read_field(config: dict[str, Any], name: str, default: Any, where: str, allo
     if the value is not allowed.
 
     where: the path of config.json, for messages
-    allowed: the allowed values. (): all values of the field's kind are allowed. None: the values that
-        FIELDS has for the field are allowed.
+    allowed: the allowed values, or () for all values of the field's kind. None stands for the
+        field's `if_unread`.
     """
     field, value = FIELDS[name], config.get(name, default)
     allowed = field.if_unread if allowed is None else allowed
@@ -398,8 +413,6 @@ def read_fields(config: dict[str, Any], architecture: Architecture, where: str) 
     allowed = {name: field.if_unread for name, field in FIELDS.items()
                if field.if_unread and name not in architecture.defaults}
     allowed |= {"model_type": (architecture.model_type,)} | architecture.limits
-    if "layer_types" not in architecture.defaults:
-        allowed["layer_types"] = (None,)
     for name, values in allowed.items():
         read_field(config, name, values[0], where, values)
     return {name: read_field(config, name, default, where, architecture.limits.get(name, ()))
@@ -418,6 +431,7 @@ def model_fields(config: dict[str, Any], where: str) -> dict[str, Any]:
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}
     need(isinstance(rope, dict), f"{where}: {name} {json.dumps(rope)}: must be an object or null")
+    # Its entries join the others. If a name is in both, such as rope_theta, the object's entry wins.
     config = config | {"rope_type": rope.get("type", "default")} | rope
     if "num_local_experts" in config and "num_experts" in architecture.defaults:  # transformers 5 writes Mixtral's name
         config["num_experts"] = config["num_local_experts"]
@@ -448,29 +462,29 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
     rope: the object rope_parameters or rope_scaling
     latent: whether the class also multiplies attention scores by a factor from mscale_all_dim
     """
-    kind = config["rope_type"]
-    for name in sorted(rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE[kind]}):
-        need(rope[name] is None, f"{where}: {name} {json.dumps(rope[name])}: must be absent with rope_type {kind}")
-    if kind == "default":
+    rope_type = config["rope_type"]
+    for name in sorted(rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE[rope_type]}):
+        need(rope[name] is None, f"{where}: {name} {json.dumps(rope[name])}: must be absent with rope_type {rope_type}")
+    if rope_type == "default":
         return dict(rope_scaling=1.0)
 
     def read(name: str) -> Any:
         return read_field(config, name, None, where)  # None is refused unless the field may be null
 
     factor = read("factor")
-    model = dict(rope_type=kind, rope_scaling=factor)
-    if kind == "dynamic":
+    model = dict(rope_type=rope_type, rope_scaling=factor)
+    if rope_type == "dynamic":
         return model | dict(original_seq_len=read("max_position_embeddings"))
-    if kind == "llama3":
+    if rope_type == "llama3":
         read("low_freq_factor")
-    if kind in FAST_TURNS:  # rope_type -> the value of --rope-fast-turns auto
-        fast = read("high_freq_factor" if kind == "llama3" else "beta_fast")
-        if fast is None or fast == FAST_TURNS[kind]:  # for YaRN, transformers has the same default
+    if rope_type in FAST_TURNS:  # rope_type -> the value of --rope-fast-turns auto
+        fast = read("high_freq_factor" if rope_type == "llama3" else "beta_fast")
+        if fast is None or fast == FAST_TURNS[rope_type]:  # for YaRN, transformers has the same default
             fast = 0.0  # auto
         model["rope_fast_turns"] = fast
         original = "original_max_position_embeddings"
         model["original_seq_len"] = read(original if original in config else "max_position_embeddings")
-    if kind == "yarn":
+    if rope_type == "yarn":
         attention, mscale, mscale_all_dim = read("attention_factor"), read("mscale"), read("mscale_all_dim")
         if attention is None and mscale and mscale_all_dim:
             attention = yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all_dim)
@@ -482,16 +496,20 @@ def read_rope(config: dict[str, Any], rope: dict[str, Any], latent: bool, where:
 
 
 def rope_of(model: Any) -> dict[str, Any] | None:
-    """Return the object rope_scaling of config.json: the inverse of read_rope. None without scaling."""
-    kind, factor, mscale = model.rope_type, model.rope_scaling, model.rope_mscale
-    if factor == 1 and kind != "dynamic":
+    """Return the object rope_scaling of config.json: the inverse of read_rope. None without scaling.
+
+    YaRN with a factor of 1 scales nothing, but may have an attention factor. It is left out here, and
+    class_for_export refuses the model.
+    """
+    rope_type, factor, mscale = model.rope_type, model.rope_scaling, model.rope_mscale
+    if factor == 1 and rope_type != "dynamic":
         return None
-    rope = {"rope_type": kind, "factor": factor}
-    if kind in FAST_TURNS:
+    rope = {"rope_type": rope_type, "factor": factor}
+    if rope_type in FAST_TURNS:
         rope["original_max_position_embeddings"] = model.original_seq_len
-    if kind == "llama3":
+    if rope_type == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": model.fast_turns}
-    if kind == "yarn":
+    if rope_type == "yarn":
         rope |= {"beta_slow": 1.0, "beta_fast": model.fast_turns}
         if mscale:
             rope["mscale_all_dim"] = mscale
@@ -510,17 +528,17 @@ def read_layers_without_rope(settings: dict[str, Any], where: str) -> tuple[int,
     """
     layers, rotated, every = settings["num_hidden_layers"], settings["no_rope_layers"], 0
     if rotated is None:
-        rotated = [(layer + 1) % settings["no_rope_layer_interval"] for layer in range(layers)]
+        rotated = [int((layer + 1) % settings["no_rope_layer_interval"] > 0) for layer in range(layers)]
     need(len(rotated) >= layers, f"{where}: no_rope_layers {rotated}: must be a list of 0 or 1, one per layer")
     without = [layer for layer in range(layers) if not rotated[layer]]
     if without:
         every = without[0] + 1
         need(without == list(range(every - 1, layers, every)),
              f"{where}: no_rope_layers {rotated}: must have 0 for every N-th layer, and 1 for the others")
-    kinds = settings["layer_types"]
-    if kinds is None:  # SmolLM3 has its window in the layers without rotary embedding
-        kinds = ["sliding_attention" if layer in without else "full_attention" for layer in range(layers)]
-    return every, kinds
+    layer_types = settings["layer_types"]
+    if layer_types is None:  # SmolLM3 has its window in the layers without rotary embedding
+        layer_types = ["sliding_attention" if layer in without else "full_attention" for layer in range(layers)]
+    return every, layer_types
 
 
 def read_quantization(config: dict[str, Any], where: str) -> tuple[int, int] | None:
@@ -543,13 +561,13 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
     the window.
     """
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    layers, kinds = settings["num_hidden_layers"], settings.get("layer_types")
-    if kinds is None:
+    layers, layer_types = settings["num_hidden_layers"], settings.get("layer_types")
+    if layer_types is None:
         first = settings.get("max_window_layers", 0)
-        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    need(len(kinds) == layers and all(kind in ("full_attention", "sliding_attention") for kind in kinds),
-         f"{where}: layer_types {kinds}: must be full_attention or sliding_attention, one per layer")
-    full = [layer for layer in range(layers) if not window or kinds[layer] == "full_attention"]
+        layer_types = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    need(len(layer_types) == layers and all(entry in ("full_attention", "sliding_attention") for entry in layer_types),
+         f"{where}: layer_types {layer_types}: must be full_attention or sliding_attention, one per layer")
+    full = [layer for layer in range(layers) if not window or layer_types[layer] == "full_attention"]
     if len(full) == layers:
         return dict(window=0, full_attention_every=0)
     every = full[0] + 1 if full else 0
@@ -559,7 +577,11 @@ def read_window(settings: dict[str, Any], where: str) -> dict[str, int]:
 
 
 def config_of(model: Any, architecture: str) -> dict[str, Any]:
-    """Return the content of config.json for a config.Model: the inverse of model_fields."""
+    """Return the content of config.json for a config.Model: the inverse of model_fields.
+
+    What the class cannot express is left out, or replaced by the only value that it has.
+    class_for_export notices, because it reads the result again.
+    """
     theirs = ARCHITECTURES[architecture]
     values = {name: getattr(model, field.ours) for name, field in FIELDS.items() if field.ours}
     values |= {name: allowed[0] for name, allowed in theirs.limits.items()}
@@ -588,7 +610,7 @@ def config_of(model: Any, architecture: str) -> dict[str, Any]:
 
 
 def class_for_export(model: Any) -> str:
-    """Return the name of the class that computes this config.Model.
+    """Return the name of the class that implements this config.Model.
 
     For each class in turn, we write the config.json that is nearest to the model, and read it
     again. The first class for which that gives the same model is the one. Raises ValueError if
@@ -619,18 +641,21 @@ def class_for_export(model: Any) -> str:
 
 def check_export(settings: Any) -> None:
     """Raise ValueError before training if --export-hf could not write the model after it."""
-    target, rate = settings.run.export_hf, settings.optim.router_bias_rate
-    if target:
-        need(settings.run.checkpoint_dir, f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is "
-                                          "exported")
-        try:
-            names = ARCHITECTURES[class_for_export(settings.model)].names
-        except ValueError as error:
-            raise ValueError(f"--export-hf {target}: {error}") from None
-        need(rate == 0 or "router.bias" in names,
-             f"--export-hf with --router-bias-rate {rate}: this model's class of transformers has no biases of routers")
-        need(os.path.realpath(target) != os.path.realpath(settings.run.init_from or os.devnull),
-             f"--export-hf {target}: is the folder of --init-from")
+    target = settings.run.export_hf
+    rate = settings.optim.router_bias_rate
+    init_from = settings.run.init_from
+    if not target:
+        return
+    need(settings.run.checkpoint_dir,
+         f"--export-hf {target}: needs --checkpoint-dir, whose last checkpoint is exported")
+    try:
+        names = ARCHITECTURES[class_for_export(settings.model)].names
+    except ValueError as error:
+        raise ValueError(f"--export-hf {target}: {error}") from None
+    need(rate == 0 or "router.bias" in names,
+         f"--export-hf with --router-bias-rate {rate}: this model's class of transformers has no biases of routers")
+    need(not init_from or os.path.realpath(target) != os.path.realpath(init_from),
+         f"--export-hf {target}: is the folder of --init-from")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -641,7 +666,7 @@ class Stored(NamedTuple):
     architecture: str
     tied: bool  # whether config.json ties the embedding and the head
     files: dict[str, tuple[str, str]]  # name in the class -> (file, name in this file)
-    fp8_block: tuple[int, int] | None  # rows and columns of the blocks of FP8 weights; None: nothing is quantised
+    fp8_block: tuple[int, int] | None  # rows and columns of an FP8 weight that share a scale; None: there is no FP8
 
 
 SCALES = "_scale_inv"  # the scales of an FP8 weight are a tensor with the weight's name and this at the end
@@ -667,7 +692,8 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
 
     # 2. Multi-token prediction: the folder's block and the block of --mtp compute different things.
     mtp_names = prediction_block(stored)
-    need(not mtp_names or not model.mtp or allow_mismatch,
+    both_predict = mtp_names and model.mtp
+    need(not both_predict or allow_mismatch,
          f"{folder}: has {some(mtp_names)} of a block for multi-token prediction that reads the last layer's result "
          "after the final norm; the block of --mtp reads it before this norm: leave --mtp out, or give "
          "--allow-mismatch to initialise the block at random")
@@ -681,8 +707,12 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
         known.add(NAMES["head"])
 
     # 4. Unused: the folder has the weight, the model does not.
-    unused = sorted(key for name, (_, key) in stored.files.items() if name not in known
-                    and name.removesuffix(SCALES) not in known and not name.endswith(".rotary_emb.inv_freq"))
+    unused = []
+    for name, (_, key) in stored.files.items():
+        is_known = name in known or name.removesuffix(SCALES) in known
+        if not is_known and not name.endswith(".rotary_emb.inv_freq"):  # old folders have these frequencies
+            unused.append(key)
+    unused.sort()
     extra = f"has {some(unused)}, which the model does not use" if unused else ""
     need(not missing, f"{folder}: has no tensor {some(missing)}, which the model asks for{extra and '; ' + extra}")
     need(not unused or allow_mismatch, f"{folder}: {extra}: give --allow-mismatch to leave out what it does not")
@@ -696,7 +726,8 @@ def check_weights(folder: str, model: Any, allow_mismatch: bool) -> list[str]:
 def prediction_block(stored: Stored) -> list[str]:
     """Return the names of DeepSeek-V3's weights for multi-token prediction.
 
-    transformers ignores these weights. They are the weights of each block that has an eh_proj. No other block has one.
+    transformers ignores these weights. They are stored as one more layer, and this layer is the only
+    one with an eh_proj: the matrix that joins the next token's embedding and the last layer's result.
     """
     prefixes = tuple(name.removesuffix("eh_proj.weight") for name in stored.files if name.endswith(".eh_proj.weight"))
     return sorted(name for name in stored.files if name.startswith(prefixes))
@@ -773,8 +804,9 @@ def source_of(folder: str) -> Source:
 def read_tensor(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
     """Return a box of a tensor on disk.
 
-    shape: the shape that the whole tensor must have. For an expert's matrix, it begins with a 1,
-    and so does the box with a slice, which the tensor on disk does not have.
+    shape: the shape that the whole tensor must have. For one expert's matrix, `shape` is [1, rows,
+        columns] and `box` has three slices. The tensor on disk is [rows, columns], so the first
+        entry of both is dropped.
     opened: the open files, by path, to which this function adds the tensor's file
     """
     place, tensor = find_tensor(stored, opened, name)
@@ -801,13 +833,14 @@ def read_scales(stored: Stored, opened: dict[str, Any], name: str, shape: tuple[
     import torch
     place, tensor = find_tensor(stored, opened, name + SCALES)
     got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    grid = (*shape[:-2], *(math.ceil(n / size) for n, size in zip(shape[-2:], stored.fp8_block)))
-    need(got == grid, f"{place} has the shape {got}, a scale for each block would be {grid}")
+    rows, columns = (math.ceil(n / size) for n, size in zip(shape[-2:], stored.fp8_block))
+    scales_shape = (*shape[:-2], rows, columns)
+    need(got == scales_shape, f"{place} has the shape {got}, a scale for each block would be {scales_shape}")
     need(dtype in ("F32", "BF16"), f"{place} is {dtype}: scales must be F32 or BF16")
     blocks = [slice(s.start // size, math.ceil(s.stop / size)) for s, size in zip(box[-2:], stored.fp8_block)]
     scales = tensor[(*box[:-2], *blocks)].float()
     for dim, s, size in zip((-2, -1), box[-2:], stored.fp8_block):  # repeat each scale for the elements of its block
-        scales = scales.index_select(dim, torch.arange(s.start, s.stop) // size - s.start // size)
+        scales = scales.index_select(dim, (torch.arange(s.start, s.stop) // size) - (s.start // size))
     return scales
 
 
@@ -893,7 +926,7 @@ def is_inside(path: str) -> bool:
 def owns_folder(tokenizer: Path) -> bool:
     """Return whether the files beside a tokenizer, such as chat templates, belong to it.
 
-    Files beside tokenizer.json belong to it, and not to another tokenizer with another name.
+    They do unless the folder also has a different tokenizer.json, which then owns them.
     """
     other = tokenizer.with_name("tokenizer.json")
     return tokenizer == other or not other.is_file() or other.read_bytes() == tokenizer.read_bytes()
@@ -902,8 +935,8 @@ def owns_folder(tokenizer: Path) -> bool:
 def tokenizer_files(tokenizer: Path) -> list[Path]:
     """Return the files that transformers reads for a tokenizer; the tokenizer itself is the last.
 
-    tokenizer: a tokenizer.json, or the same with another name. Older models lack it, and have a
-    tokenizer.model instead.
+    tokenizer: the path of a tokenizer.json, or of a file of this format with another name. If there
+        is no such file, the others are returned: older models have only a tokenizer.model.
     """
     files = []
     if owns_folder(tokenizer):
@@ -915,8 +948,9 @@ def tokenizer_files(tokenizer: Path) -> list[Path]:
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     """Copy the files of a tokenizer into another folder, where its name is tokenizer.json.
 
-    Files there are replaced. tokenizer.json is copied last. So if a folder has it, it also has the
-    other files, even if a copy was killed. No file is ever half a copy.
+    Files there are replaced, one by one. No file is ever half a copy. tokenizer.json is copied last.
+    So in a folder that had none, it appears only when the other files are there, even if the copy is
+    killed. If the folder had one, a killed copy may leave files of both tokenizers.
     """
     for file in tokenizer_files(tokenizer):
         name = "tokenizer.json" if file == tokenizer else file.relative_to(tokenizer.parent)
@@ -946,19 +980,21 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     rank, world: this rank, and the number of ranks. A rank writes every world-th shard, and holds
         one at a time. Rank 0 also writes the other files.
     published: the folder of the model that training began with, "" if there is none. Its
-        generation_config.json is kept.
+        generation_config.json is kept. It may be `folder` itself, if a checkpoint is exported over
+        that model.
     tokens: the ids of special tokens, by the names in TOKENS
     shard_bytes: the largest size of a shard, unless the shard has only one tensor
     seq: the longest sample in training, in tokens, for max_position_embeddings
     write_tokenizer: writes the tokenizer's files into the folder; rank 0 calls it
     together: calls a function on all ranks, and returns its result when all have finished
 
-    Raises ValueError if no class computes the model, or if the folder cannot be written to.
+    Raises ValueError if no class implements the model, or if the folder cannot be written to.
     """
     import torch
     architecture = class_for_export(model)
     torch_dtype = getattr(torch, DTYPES[dtype])
-    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # multi-token prediction
+    # Multi-token prediction is numbered after the model's layers, 0 .. model.layers - 1.
+    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]
     shards = plan_shards(specs, architecture, torch_dtype, shard_bytes)
 
     # Three phases follow. Each ends on all ranks before the next begins.
@@ -1038,7 +1074,8 @@ def published_tokens(folder: str) -> dict[str, list[int]]:
         found[name] = []
         for content in (generation, config):  # in this order, because transformers generates by the first
             value = content.get(name)
-            for token in value if isinstance(value, list) else [value]:
+            listed = value if isinstance(value, list) else [value]
+            for token in listed:
                 if type(token) is int and token >= 0 and token not in found[name]:
                     found[name].append(token)
     return found
