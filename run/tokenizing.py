@@ -8,8 +8,9 @@
     tokens_of         `tokenize` at the start of a run that trains a pretrained model on texts; later runs find
                       its tokens
 
-Only the part of a tokenizer.json that turns text into ids is used. The file may also set truncation and padding, for
-batches of requests. They would cut off long documents and pad short ones, so we ignore them.
+A tokenizer.json may set truncation and padding, for batches of requests. They would cut off long documents and pad
+short ones, so we ignore them. Its post-processor only tells which token the tokenizer puts before texts
+(`separator_of`), and puts no tokens into a document.
 
 A document begins with a separator, a token such as <|endoftext|> or <s>. If the tokenizer also has
 a token for the end of a text, as Llama's has, a document ends with this token. Either way, a model
@@ -23,9 +24,13 @@ A large text is encoded in pieces, so that memory holds only a few of them:
                                                  |..c..|   both have these characters; c is a line's end, if any
 
 The tokens before the cut c are taken from the first piece, and the tokens after it from the second.
-Near c, both pieces must have the same tokens. If they have not, the two pieces are encoded again as
-one. So the text gets the same tokens as if it were encoded whole. The tokenizers library encodes
-several pieces at once, on all cores.
+On 512 characters on each side of c, both pieces must have the same tokens at the same places. If
+they do not, the two pieces are encoded again as one. So the text gets the same tokens as if it were
+encoded whole, unless a token depends on characters that are further away. That takes a word of more
+than 512 characters, or a BPE that does not split a text into words first (pre-tokenization). For
+these, the agreement is a good sign, but no proof.
+
+The tokenizers library encodes several pieces at once, on all cores.
 """
 import contextlib
 import fcntl
@@ -63,14 +68,15 @@ from run.texts import (
 )
 from run.token_files import MAGICS, OUR_HEADER, check_fetched
 
-BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, behind the 256 bytes
+BYTES_SEPARATOR = config.TEXT_VOCAB - 1  # 256, after the 256 bytes
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>", "[SEP]")
 ENDS = {"<|begin_of_text|>": "<|end_of_text|>", "<s>": "</s>"}  # the end that belongs to a separator
 FORMAT = 2  # the version of kept tokens; raise it if a change of the code gives texts other tokens or targets
 HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes a tokenizer.json"
 RARE_LETTER = "\U00013080"  # a hieroglyph, which small alphabets lack
 PIECE = 2**16  # characters of a large text from one cut to the next, at most
-OVERLAP = 2**10  # characters on each side of a cut that both pieces have
+OVERLAP = 2**10  # characters on each side of a cut that both pieces have; half of them must have the same tokens
+PIECES_AT_ONCE = 2**12  # pieces that are encoded at a time, at most
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
@@ -100,10 +106,12 @@ class Codec(NamedTuple):
             tokens = self.encode(template.render(messages, {}, add_generation_prompt=True) if template else text)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"--sample-prompt {text!r}: the tokenizer cannot read it: {error}") from None
-        begins = {self.separator}  # tokens after which no separator is needed, as in training (Writer.add)
+        # A template may write the first token of a conversation itself. Then no separator is needed, as in training
+        # (Writer.add). Plain text always gets one: what the user writes comes after it.
+        openers = {self.separator}
         if chat and self.tokenizer:
-            begins.add(self.tokenizer.token_to_id(published_settings(self.path).get("bos_token") or ""))
-        is_begun = chat and tokens[:1] != [] and tokens[0] in begins  # the template writes such a token itself
+            openers.add(self.tokenizer.token_to_id(published_settings(self.path).get("bos_token") or ""))
+        is_begun = chat and tokens[:1] != [] and tokens[0] in openers
         if self.separator is not None and not is_begun:
             tokens = [self.separator, *tokens]
         need(tokens != [], f"--sample-prompt {text!r}: the tokenizer has no token for it")
@@ -120,11 +128,12 @@ class Codec(NamedTuple):
         if chat:
             text, is_end = Template(self.path).end_of_answer()
             tokens = self.encode(text)
-            if not is_end:  # a model has learned the first token that says something, see `targets_of`
+            if not is_end:  # a model has learned the first token that is not whitespace, see `targets_of`
                 offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
-                says = [place for place, (start, stop) in enumerate(offsets) if text[start:stop].strip()]
-                tokens = tokens[:says[0] + 1] if says else []
-            sequences.append(tokens)
+                visible = [number for number, (start, stop) in enumerate(offsets) if text[start:stop].strip()]
+                tokens = tokens[:visible[0] + 1] if visible else []
+            if tokens:  # there are none if the template refuses a short conversation
+                sequences.append(tokens)
         return sequences
 
     def decode(self, tokens: list[int]) -> str:
@@ -138,6 +147,9 @@ def codec_of(corpus: Any, folder: str) -> Codec | None:
 
     folder: the folder of the run's tokenizer.json. Without one, "", the Codec of text is bytes, and
         token files have none: the function returns None.
+
+    With a tokenizer, the Codec's separator is that of token files. Text has none then: the corpus
+    reads it as bytes, and its separator, 256, is another token in the tokenizer.
 
     Raises ValueError for a tokenizer that is damaged, or that has tokens outside of the corpus's vocabulary.
     """
@@ -171,7 +183,7 @@ def read_tokenizer(path: str) -> Any:
 
 
 def largest_id(tokenizer: Any) -> int:
-    """The largest number of a token. There may be fewer tokens than this: some numbers are free in published ones."""
+    """Return the largest id of a token. A published tokenizer may have fewer tokens: some ids are unused."""
     return max(tokenizer.get_vocab().values(), default=0)
 
 
@@ -181,7 +193,8 @@ def same_tokenizer(one: Path, other: Path) -> bool:
         return True
     contents = [json.loads(read_tokenizer(str(path)).to_str()) for path in (one, other)]
     for content in contents:
-        for name in ("post_processor", "decoder", "truncation", "padding"):  # which change no id of a text
+        # These change no id of a text, as we encode it: without special tokens, truncation and padding.
+        for name in ("post_processor", "decoder", "truncation", "padding"):
             content.pop(name, None)
     return contents[0] == contents[1]
 
@@ -198,10 +211,12 @@ def marks_of(tokenizer: Any, path: str, name: str = "") -> Marks:
     """Return a tokenizer's Marks. name: the token that begins a document, as for separator_of"""
     published = published_settings(path)
     begin = separator_of(tokenizer, path, name)
-    ends = ENDS.get(tokenizer.id_to_token(begin), "")
-    if not ends and not name and tokenizer.id_to_token(begin) == published.get("bos_token"):
-        ends = published.get("eos_token") or ""
-    end = tokenizer.token_to_id(ends)
+    end_text = ENDS.get(tokenizer.id_to_token(begin), "")
+    # The published end belongs to the published beginning, not to another token that separates documents. If the user
+    # names the separator, only ENDS says what its end is.
+    if not end_text and not name and tokenizer.id_to_token(begin) == published.get("bos_token"):
+        end_text = published.get("eos_token") or ""
+    end = tokenizer.token_to_id(end_text)
     end = None if end == begin else end
     turn_end = tokenizer.token_to_id(published.get("eos_token") or "")
     if turn_end is None:
@@ -214,11 +229,11 @@ def published_settings(path: str) -> dict[str, str]:
     are any. Raises ValueError for a damaged file."""
     found = {}
     files = {file.name: file for file in huggingface.tokenizer_files(Path(path))}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
-        if file not in files:
+    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
+        if file_name not in files:
             continue
-        check_fetched(files[file])
-        content = huggingface.read_json(str(files[file]))
+        check_fetched(files[file_name])
+        content = huggingface.read_json(str(files[file_name]))
         for name in ("bos_token", "eos_token"):
             token = content.get(name)
             if isinstance(token, dict):
@@ -245,7 +260,7 @@ def separator_of(tokenizer: Any, path: str, name: str) -> int:
     names = (name,) if name else (*SEPARATORS, published or SEPARATORS[0])
     if not name and published and tokenizer.encode("", add_special_tokens=True).tokens[:1] == [published]:
         names = (published,)
-    found = [tokenizer.token_to_id(name) for name in names if tokenizer.token_to_id(name) is not None]
+    found = [tokenizer.token_to_id(token) for token in names if tokenizer.token_to_id(token) is not None]
     need(found != [], f"{path}: has none of {', '.join(dict.fromkeys(names))}: name the token between documents with "
                       "--separator")
     return found[0]
@@ -258,8 +273,10 @@ class Piece:
     """A text to encode at once: a whole document, or a part of a large one."""
     text: str
     at: int = 0  # the place in the document of its first character
-    cut: int | None = None  # about where in the document the next piece takes over; None: the document ends
-    spans: list[Span] | None = None  # the targets of a conversation; None: every token of a text is a target
+    cut: int | None = None  # where in the document the next piece takes over; None: the document ends with this piece
+    # The targets of a conversation; None: every token of a text is a target. span.ends says whether the span contains
+    # the end of its answer.
+    spans: list[Span] | None = None
 
 
 @dataclass
@@ -276,20 +293,20 @@ class Part:
 def pieces_of(document: Text | Rendered) -> Iterator[Piece]:
     """Yield the pieces of a document. Pieces of a large text overlap by OVERLAP characters on each side of a cut.
 
-    The cut is at the last line's end in the second half of a piece, or at the end of the piece if there is none.
+    The cut is after the last newline in the second half of a piece, or at the end of the piece if there is none.
     """
     if isinstance(document, Rendered):
         yield Piece(document.text, spans=document.spans)
         return
-    held, at, first = "", 0, 0  # the text from place `at` on; the last cut is at the place `first`
+    held, at, last_cut = "", 0, 0  # the text from place `at` on, and the place of the last cut
     for text in in_blocks(document.pieces):
         held += text
-        while len(held) > first - at + PIECE + OVERLAP:
-            begin = first - at
-            line_end = held.rfind("\n", begin + PIECE // 2, begin + PIECE) + 1
-            cut = line_end or begin + PIECE
+        while len(held) > last_cut - at + PIECE + OVERLAP:
+            begin = last_cut - at
+            after_newline = held.rfind("\n", begin + PIECE // 2, begin + PIECE) + 1  # 0 if there is none
+            cut = after_newline or begin + PIECE
             yield Piece(held[:cut + OVERLAP], at, at + cut)
-            first = at + cut
+            last_cut = at + cut
             kept = max(0, cut - OVERLAP)
             held, at = held[kept:], at + kept
     yield Piece(held, at)
@@ -303,25 +320,35 @@ def in_blocks(texts: Iterable[str]) -> Iterator[str]:
 
 def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
     """Yield the tokens of the pieces of documents, in order. Several pieces are encoded at a time,
-    on all cores."""
+    on all cores.
+
+    A cut is a place in the characters of a document. A seam is the same place in the tokens of both
+    pieces: in each of them, the number of the first token after the cut. A piece is held back until
+    the next one shows whether the two agree. If they do, the tokens up to the seam are yielded, and
+    the next piece is held back. If not, both become one piece, which is held back in their place.
+
+    `skip` is how many tokens of the piece that is held back come before its earlier cut. It stays
+    valid if the piece grows: the text around that cut does not change, and new text only comes half
+    a piece or more after it.
+    """
     room = PIECE * max(4, os.cpu_count() or 1)  # characters at a time
     is_unigram = type(tokenizer.model).__name__ == "Unigram"
-    open_piece: tuple[Piece, Any] | None = None  # waits for the piece that takes over
-    skip = 0  # tokens of it that the piece before has given
-    for some in in_batches(pieces, room):
+    held_back: tuple[Piece, Any] | None = None
+    skip = 0
+    for batch in in_batches(pieces, room):
         try:
-            encodings = tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
+            encodings = tokenizer.encode_batch([piece.text for piece in batch], add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"the tokenizer cannot read the text: {error}") from None
-        for piece, encoding in zip(some, encodings):
-            if open_piece is None:
+        for piece, encoding in zip(batch, encodings):
+            if held_back is None:
                 begins, skip = True, 0
             else:
-                before, encoding_before = open_piece
+                before, encoding_before = held_back
                 seam = find_seam(before, encoding_before, piece, encoding)
                 if is_unigram and seam and not has_whole_words(encoding_before, encoding, *seam):
                     seam = None
-                if seam is None:  # the two have different tokens about the cut: encode them as one
+                if seam is None:
                     joined = before.text[:piece.at - before.at] + piece.text
                     piece = Piece(joined, before.at, piece.cut)
                     encoding = tokenizer.encode(joined, add_special_tokens=False)
@@ -331,38 +358,40 @@ def encoded(pieces: Iterable[Piece], tokenizer: Any) -> Iterator[Part]:
             if piece.cut is None:
                 yield Part(encoding.ids[skip:], begins, True, encoding.offsets if piece.spans is not None else [],
                            piece.text, piece.spans)
-                open_piece = None
+                held_back = None
             else:
-                open_piece = piece, encoding
+                held_back = piece, encoding
 
 
-def find_seam(one: Piece, its: Any, other: Piece, others: Any) -> tuple[int, int] | None:
-    """Return, for each of two pieces, the number of its first token behind the cut between them.
+def find_seam(one: Piece, one_encoding: Any, other: Piece, other_encoding: Any) -> tuple[int, int] | None:
+    """Return, for each of two pieces, the number of its first token after the cut between them.
 
     Returns None if the two differ near the cut: half of the overlap on each side must have the same tokens at the same
     places in both.
     """
     near, found = [], []
-    for piece, encoding in ((one, its), (other, others)):
+    for piece, encoding in ((one, one_encoding), (other, other_encoding)):
         starts = np.array([start for start, _ in encoding.offsets]) + piece.at
         inside = np.flatnonzero((starts >= one.cut - OVERLAP // 2) & (starts < one.cut + OVERLAP // 2))
-        ids = np.array(encoding.ids)  # which the library makes anew at each use
+        ids = np.array(encoding.ids)  # a copy: each access of .ids builds a list
         near.append((ids[inside].tolist(), starts[inside].tolist()))
-        behind = np.flatnonzero(starts >= one.cut)
-        found.append(int(behind[0]) if len(behind) else len(starts))
+        after = np.flatnonzero(starts >= one.cut)
+        found.append(int(after[0]) if len(after) else len(starts))
     return (found[0], found[1]) if near[0] == near[1] and near[0][0] else None
 
 
-def has_whole_words(one: Any, other: Any, behind_one: int, behind_other: int) -> bool:
-    """Return whether the words beside a seam are whole in both pieces. behind_*: the first token behind the seam.
+def has_whole_words(one_encoding: Any, other_encoding: Any, one_after: int, other_after: int) -> bool:
+    """Return whether neither of two pieces may have cut off a word that touches their seam.
 
-    A unigram model chooses all tokens of a word together. So the word in which the seam lies must not be the last word
-    of the first piece, or the first word of the second piece, which may be cut off there.
+    one_after, other_after: in each piece, the number of the first token after the cut
+
+    A unigram model chooses all tokens of a word together. The first piece may have cut off its last
+    word, and the second piece its first word. So neither may touch the seam.
     """
-    words, other_words = one.word_ids, other.word_ids
-    if not 0 < behind_one < len(words) or not 0 < behind_other < len(other_words):
+    words, other_words = one_encoding.word_ids, other_encoding.word_ids
+    if not 0 < one_after < len(words) or not 0 < other_after < len(other_words):
         return False
-    return words[behind_one - 1] != words[-1] and other_words[behind_other] != other_words[0]
+    return words[one_after - 1] != words[-1] and other_words[other_after] != other_words[0]
 
 
 def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
@@ -370,7 +399,7 @@ def in_batches(pieces: Iterable[Piece], room: int) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= room or len(batch) == 4096:
+        if size >= room or len(batch) == PIECES_AT_ONCE:
             yield batch
             batch, size = [], 0
     if batch:
@@ -381,9 +410,16 @@ def targets_of(part: Part) -> np.ndarray:
     """Return which tokens of a part the model learns to predict: bool [tokens + 1]. The last
     element says whether it learns the end of the document.
 
-    If a prompt ends with a space, the first token of the answer, such as " Yes", lies partly in the prompt. It is
-    learned, because otherwise the first word of an answer would never be learned. A token that holds only spaces of the
-    answer, such as a marker that takes them in, is not learned.
+    All tokens of a text are targets. In a conversation, the targets are the tokens that start in a
+    span. Two exceptions:
+
+    1. A token that starts before a span and reaches into it is a target too, if it holds more of the
+       span than whitespace. If a prompt ends with a space, the first token of the answer is such a
+       token, for example " Yes". Without this exception, a model would never learn the first word of
+       an answer. A marker that takes in whitespace of the answer is not a target.
+    2. If a span does not contain the end of its answer (not span.ends), the tokens after the span are
+       targets, up to the first token that is not whitespace. It belongs to the next message's marker,
+       and ends the answer. If there is none, the end of the document is a target.
     """
     is_target = np.ones(len(part.ids) + 1, bool)
     if part.spans is None:
@@ -396,7 +432,7 @@ def targets_of(part: Part) -> np.ndarray:
         across = (starts < span.start) & (span.start < stops)
         if part.text[span.start:stops[across].max(initial=0)].strip():
             is_target[:-1] |= across
-        if not span.ends:  # up to the first token that says something, of the next message's marker
+        if not span.ends:
             first = last = int((starts < span.stop).sum())
             while last < len(part.ids) and not part.text[starts[last]:stops[last]].strip():
                 last += 1
@@ -411,10 +447,16 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
     """Write the tokens of files of text and records, with a separator before each document. Returns how many tokens and
     targets there are.
 
-    The tokenizer's files are copied beside the tokens. A mask is written if not all tokens are targets, and the starts
-    of documents if some have the separator inside. ignored: keys of records to leave out.
+    The tokenizer's files are copied beside the tokens. A mask is written if not all tokens are targets. The starts of
+    documents are written if separators do not show them (`Writer.add`).
 
-    tokenizer_path: a tokenizer.json, or its folder. Raises ValueError naming a file that is missing or cannot be read.
+    paths: files and folders
+    tokenizer_path: a tokenizer.json, or its folder
+    out: the .bin file
+    separator: the token that begins a document; see `separator_of`
+    ignored: keys of records to leave out
+
+    Raises ValueError naming a file that is missing or cannot be read.
     """
     need(Path(out).suffix == ".bin", f"--out {out}: its name must end in .bin")
     if Path(tokenizer_path).is_dir():
@@ -426,7 +468,9 @@ def tokenize(paths: list[str], tokenizer_path: str, out: str, separator: str = "
 
 def note_what_it_leaves_out(tokenizer: Any, path: str) -> None:
     """Print a line if a tokenizer silently leaves out characters that it does not know."""
-    with contextlib.suppress(Exception):  # the library raises nothing narrower; of a text that has such a letter, too
+    # The library raises nothing narrower. A tokenizer that raises here does not leave such characters out silently: it
+    # also raises for a text that has them.
+    with contextlib.suppress(Exception):
         if not tokenizer.encode(RARE_LETTER, add_special_tokens=False).ids:
             note(f"{path}: has no token for characters outside of its alphabet, so they are left out of all texts")
 
@@ -522,8 +566,8 @@ def with_template(given: Iterable[Document], tokenizer_path: str,
 class Writer:
     """Writes the tokens, the mask and the starts of documents into three files of a folder."""
 
-    def __init__(self, folder: Path, marks: Marks, kind: np.dtype):
-        self.marks, self.kind = marks, kind
+    def __init__(self, folder: Path, marks: Marks, dtype: np.dtype):
+        self.marks, self.dtype = marks, dtype
         self.tokens, self.mask, self.starts = folder / "tokens", folder / "mask", folder / "starts"
         self.count = self.targets = 0
         self.needs_starts = False
@@ -543,6 +587,9 @@ class Writer:
 
         A document that begins with the separator gets no second one. Nor does a conversation that
         begins with the published beginning of a text. In a conversation the separator is no target.
+
+        Who reads the tokens takes each separator for the beginning of a document. If that is wrong,
+        the starts must be written, too.
         """
         marks, ids, targets = self.marks, part.ids, targets_of(part)
         learns_end, targets = targets[-1], targets[:-1]
@@ -554,8 +601,10 @@ class Writer:
             ids, targets = [*ids, marks.end], np.append(targets, True)
         if part.ends and part.spans is not None and learns_end:
             ids, targets = [*ids, marks.turn_end], np.append(targets, True)
-        self.needs_starts |= marks.begin in ids[int(part.begins):] or (part.begins and ids[:1] != [marks.begin])
-        self.stream.write(np.array(ids, self.kind).tobytes())
+        has_separator_inside = marks.begin in ids[int(part.begins):]
+        begins_without_separator = part.begins and ids[:1] != [marks.begin]
+        self.needs_starts |= has_separator_inside or begins_without_separator
+        self.stream.write(np.array(ids, self.dtype).tobytes())
         self.mask_stream.write(targets.astype(bool).tobytes())
         self.count, self.targets = self.count + len(ids), self.targets + int(targets.sum())
 
@@ -563,7 +612,7 @@ class Writer:
         """Write the header and the starts, and wait until all files are on the disk."""
         magic = MAGICS[self.targets < self.count, self.needs_starts]
         self.stream.seek(0)
-        self.stream.write(np.array([(magic, self.count, self.kind.itemsize, self.marks.begin)], OUR_HEADER).tobytes())
+        self.stream.write(np.array([(magic, self.count, self.dtype.itemsize, self.marks.begin)], OUR_HEADER).tobytes())
         with open(self.starts, "wb") as starts_stream:
             self.first_tokens.tofile(starts_stream)
             for written in self.stream, self.mask_stream, starts_stream:
@@ -582,17 +631,18 @@ def describe(tokenizer: Any, marks: Marks, templates: list[Template]) -> dict[st
     In training, a document begins with the separator. So the template that is exported also writes
     the separator.
     """
-    ends, source = [marks.begin if marks.end is None else marks.end], ""
+    ends = [marks.begin if marks.end is None else marks.end]
+    chat_template = ""
     if templates:
         template, = templates
-        source = template.template or template.tokenizer.chat_template
+        chat_template = template.template or template.tokenizer.chat_template
         separator = tokenizer.id_to_token(marks.begin)
-        if not isinstance(source, str):  # several, which are in the tokenizer's own files
-            source = ""
+        if not isinstance(chat_template, str):  # several, which are in the tokenizer's own files
+            chat_template = ""
         elif not template.begins_with(separator):
-            source = written(separator) + source
+            chat_template = written(separator) + chat_template
         ends += [token for token in ends_of_answers(template, tokenizer, marks) if token not in ends]
-    return dict(eos_token_id=ends, chat_template=source)
+    return dict(eos_token_id=ends, chat_template=chat_template)
 
 
 def written(text: str) -> str:
@@ -603,15 +653,15 @@ def written(text: str) -> str:
 def ends_of_answers(template: Template, tokenizer: Any, marks: Marks) -> list[int]:
     """Return the tokens that end an answer, if they are special tokens. Other tokens may also be
     inside an answer."""
-    text, is_written = template.end_of_answer()
+    text, is_end = template.end_of_answer()
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    says = [(token, text[start:stop].strip()) for token, (start, stop) in zip(encoding.ids, encoding.offsets)
-            if text[start:stop].strip()]
-    found = [token for token, _ in says[:1] if token in tokenizer.get_added_tokens_decoder()]
-    if says and not found:
-        note(f"answers end with {says[0][1]!r}, which is no special token: programs that read an export may not stop "
-             "there")
-    return found if is_written else [*found, marks.turn_end]
+    visible = [(token, text[start:stop].strip()) for token, (start, stop) in zip(encoding.ids, encoding.offsets)
+               if text[start:stop].strip()]
+    found = [token for token, _ in visible[:1] if token in tokenizer.get_added_tokens_decoder()]
+    if visible and not found:
+        note(f"answers end with {visible[0][1]!r}, which is no special token: programs that read an export may not "
+             "stop there")
+    return found if is_end else [*found, marks.turn_end]
 
 
 def description_of(corpus: Any) -> dict[str, Any]:
@@ -668,7 +718,7 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
     """Write the files of a run's tokenizer into the folder of an export, and the chat template of its data.
 
     tokenizer_folder: the folder of tokenizer.json; "": there is none
-    described: see cli.DESCRIBED
+    described: the keys bos, eos, is_bytes and chat_template of cli.DESCRIBED
     """
     target = Path(folder)
     path = target / "tokenizer.json"
@@ -682,7 +732,8 @@ def export_tokenizer(folder: str, tokenizer_folder: str, described: dict[str, An
         huggingface.copy_tokenizer(Path(tokenizer_folder, "tokenizer.json"), target)
     if described["chat_template"]:
         template.write_text(described["chat_template"], encoding="utf-8")
-    if path.is_file() and not settings.exists():  # transformers would make another tokenizer, by the model's type
+    # Without tokenizer_config.json, transformers would choose the class of the tokenizer by the model's type.
+    if path.is_file() and not settings.exists():
         tokenizer = read_tokenizer(str(path))
         names = dict(bos_token=described["bos"], eos_token=(described["eos"] or [-1])[0])
         content = {name: tokenizer.id_to_token(token) for name, token in names.items() if token >= 0}
