@@ -478,26 +478,29 @@ def note_what_it_leaves_out(tokenizer: Any, path: str) -> None:
 def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: Marks,
                  ignored: Iterable[str] = ()) -> tuple[int, int]:
     """Do what `tokenize` does, for files that have been found. target: the .bin file"""
-    tokenizer, beside = read_tokenizer(tokenizer_path), target.parent / "tokenizer.json"
+    tokenizer = read_tokenizer(tokenizer_path)
+    beside = target.parent / "tokenizer.json"
     note_what_it_leaves_out(tokenizer, tokenizer_path)
     if not huggingface.owns_folder(Path(tokenizer_path)):
         note(f"{tokenizer_path}: is read without the files beside it, which belong to "
              f"{Path(tokenizer_path).with_name('tokenizer.json')}: to use a chat template or settings of its own, give "
              "it a folder of its own")
-    tokenizer.post_processor = None  # it changes no id of a text, but may cut spaces off the places of tokens
+    # With add_special_tokens=False it adds no id, but it may trim spaces from the offsets of tokens.
+    tokenizer.post_processor = None
     unknown = getattr(tokenizer.model, "unk_token", None) or ""
+    unread = 0
     for each in found:
         need(each.kind != "tokens", f"{each.path}: has tokens already")
     note_kinds([KINDS[each.kind] for each in found], found)
     target.parent.mkdir(parents=True, exist_ok=True)
     need(not beside.exists() or beside.read_bytes() == Path(tokenizer_path).read_bytes(),
          f"{beside}: is another tokenizer: use another folder for --out")
-    kind, unread = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.uint32), 0
+    dtype = np.dtype(np.uint16 if largest_id(tokenizer) < 2**16 else np.uint32)
     bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, delay=2, total=sum(size_of(each.path) for each in found),
                leave=False, disable=not sys.stderr.isatty())  # in a file, other lines would be glued to it
     slow = told_if_slow("tokenizing", "data") if bar.disable else contextlib.nullcontext()
     try:
-        with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, kind) as writer, bar, slow:
+        with TemporaryDirectory(dir=target.parent) as folder, Writer(Path(folder), marks, dtype) as writer, bar, slow:
             documents_of_all = chain.from_iterable(documents(each, bar.update, ignored) for each in found)
             templates: list[Template] = []
             rendered = with_template(documents_of_all, tokenizer_path, templates)
@@ -512,24 +515,32 @@ def write_tokens(found: list[Found], tokenizer_path: str, target: Path, marks: M
             if unread:
                 note(f"{unread:,} of {writer.count:,} tokens are {unknown}: {tokenizer_path} has no tokens for what is "
                      "written there")
-            writer.finish()
-            keep_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
-            described = target.with_suffix(".about")
-            described.unlink(missing_ok=True)  # it describes the file that is replaced
+            made = writer.finish()
             if templates or marks.end is not None:
-                described.write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
-            mask, starts = target.with_suffix(".mask"), target.with_suffix(".starts")
-            # Remove the earlier file, its tokens first: a kill then leaves no tokens beside another file's mask.
-            for replaced in target, mask, starts:
-                replaced.unlink(missing_ok=True)
-            if writer.targets < writer.count:
-                writer.mask.rename(mask)
-            if writer.needs_starts:
-                writer.starts.rename(starts)
-            writer.tokens.rename(target)
+                made[".about"] = Path(folder, "about")
+                made[".about"].write_text(json.dumps(describe(tokenizer, marks, templates), indent=1))
+            keep_tokenizer(Path(tokenizer_path), target.parent, tokenizer, marks)
+            put_in_place(made, target)
     except OSError as error:
         raise ValueError(f"{error.filename or target}: {error.strerror}") from None
     return writer.count, writer.targets
+
+
+def put_in_place(made: dict[str, Path], target: Path) -> None:
+    """Replace a token file and the files beside it, which have its name and other suffixes.
+
+    made: suffix -> new file. A file with another suffix, which an earlier call has left, is removed.
+
+    The earlier tokens go first, and the new tokens come last. So if this is killed, there may be no
+    tokens, but there are never tokens beside the mask, the starts or the description of others.
+    """
+    mask, starts, about = (target.with_suffix(suffix) for suffix in (".mask", ".starts", ".about"))
+    for replaced in target, mask, starts, about:
+        replaced.unlink(missing_ok=True)
+    for beside in mask, starts, about:
+        if beside.suffix in made:
+            made[beside.suffix].rename(beside)
+    made[target.suffix].rename(target)
 
 
 def keep_tokenizer(path: Path, folder: Path, tokenizer: Any, marks: Marks) -> None:
@@ -608,8 +619,9 @@ class Writer:
         self.mask_stream.write(targets.astype(bool).tobytes())
         self.count, self.targets = self.count + len(ids), self.targets + int(targets.sum())
 
-    def finish(self) -> None:
-        """Write the header and the starts, and wait until all files are on the disk."""
+    def finish(self) -> dict[str, Path]:
+        """Write the header and the starts, and wait until all files are on the disk. Return those that
+        are needed: suffix -> file."""
         magic = MAGICS[self.targets < self.count, self.needs_starts]
         self.stream.seek(0)
         self.stream.write(np.array([(magic, self.count, self.dtype.itemsize, self.marks.begin)], OUR_HEADER).tobytes())
@@ -618,6 +630,12 @@ class Writer:
             for written in self.stream, self.mask_stream, starts_stream:
                 written.flush()
                 os.fsync(written.fileno())
+        made = {".bin": self.tokens}
+        if self.targets < self.count:
+            made[".mask"] = self.mask
+        if self.needs_starts:
+            made[".starts"] = self.starts
+        return made
 
 
 # ---- what an export says of the data ---------------------------------------------------------------------------------
