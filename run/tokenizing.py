@@ -771,7 +771,8 @@ def users_cache() -> Path:
 def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: str = "") -> Path:
     """Return the path of the token file that is made of these texts and conversations.
 
-    The first process that asks for it writes it. The others wait for this process, and later runs find the file.
+    The first process that asks for it writes it. The others wait for this process, and later runs find the file. On a
+    file system without locks, all processes make the tokens, and those of the first that is done are kept.
 
     beside: the folder of checkpoints, beside which the file is kept; "": in the user's cache
     separator: the token that begins a document; see `separator_of`
@@ -791,16 +792,30 @@ def tokens_of(found: list[Found], tokenizer_path: str, beside: str, separator: s
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            with contextlib.suppress(OSError):  # not every shared file system has locks: there all ranks do the work
+            with contextlib.suppress(OSError):  # not every shared file system has locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for left in folder.glob("tmp*"):  # by a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
             if not tokens.is_file():
-                speaking.set(True)
+                speaking.set(True)  # on any rank: while it works, the others wait for the lock and say nothing
                 note(f"tokenizing it with {tokenizer_path}; later runs find the tokens in {folder}")
-                write_tokens(found, tokenizer_path, tokens,
-                             marks_of(read_tokenizer(tokenizer_path), tokenizer_path, separator))
+                marks = marks_of(read_tokenizer(tokenizer_path), tokenizer_path, separator)
+                with TemporaryDirectory(dir=folder) as own:
+                    write_tokens(found, tokenizer_path, Path(own, tokens.name), marks)
+                    move_unless_there(Path(own), tokens)
                 speaking.set(False)
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
     return tokens
+
+
+def move_unless_there(own: Path, tokens: Path) -> None:
+    """Move all files of the folder `own` into the folder of `tokens`, which comes last, unless `tokens`
+    is there already. Another process, which has made the same files, may be reading them."""
+    if tokens.is_file():
+        return
+    files = [file.relative_to(own) for file in own.rglob("*") if file.is_file() and file.name != tokens.name]
+    for file in (*files, tokens.name):
+        kept = tokens.parent / file
+        kept.parent.mkdir(exist_ok=True)
+        (own / file).replace(kept)
