@@ -1123,7 +1123,7 @@ def write_shard(path: str, shard: dict[str, tuple[Spec, Box]], source: Source, d
         save_file(tensors, path + ".tmp", metadata={"format": "pt"})
         mask = os.umask(0)  # os.umask returns the mask only when it sets another
         os.umask(mask)
-        os.chmod(path + ".tmp", 0o666 & ~mask)  # safetensors lets nobody else read its files
+        os.chmod(path + ".tmp", 0o666 & ~mask)  # safetensors 0.8 lets nobody else read its files
         os.replace(path + ".tmp", path)
     except (OSError, SafetensorError) as error:
         Path(path + ".tmp").unlink(missing_ok=True)
