@@ -21,7 +21,7 @@ A large text is encoded in pieces, so that memory holds only a few of them:
 
     large text        |------------- piece -------------|
                                                  |------------- piece -------------|
-                                                 |..c..|   both have these characters; c is a line's end, if any
+                                                 |..c..|   both have these characters; c is after a newline, if any
 
 The tokens before the cut c are taken from the first piece, and the tokens after it from the second.
 On 512 characters on each side of c, both pieces must have the same tokens at the same places. If
