@@ -1,10 +1,12 @@
 """Texts become the ids that the tokenizers library makes of the whole text, whatever is set for batches."""
 import contextlib
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -235,7 +237,8 @@ def test_texts_that_change_are_tokenized_anew_and_conversations_have_a_mask(publ
 
 @pytest.mark.parametrize("before", ["a conversation", "a text", "nothing"])
 def test_a_kill_leaves_no_tokens_beside_the_mask_or_the_tokenizer_of_others(tmp_path, before):
-    """Of as many tokens. What is opened is what was there or what is written, and the next try writes all of it."""
+    """Or beside a description of others; here only conversations have one. Both files have as many tokens. What is
+    opened is what was there or what is written, and the next try writes all of it."""
     tokenizer = saved(trained_once("gpt 2"), tmp_path)
 
     def write(name: str, out: Path, content: str) -> tuple[list, ...]:
@@ -246,7 +249,7 @@ def test_a_kill_leaves_no_tokens_beside_the_mask_or_the_tokenizer_of_others(tmp_
     def read(out: Path) -> tuple[list, ...]:
         corpus = Corpus([str(out)], 10_000)
         tokens, _, targets = corpus.read(0, len(corpus))
-        return tokens.tolist(), targets.tolist()
+        return tokens.tolist(), targets.tolist(), tokenizing.read_description(out)
 
     record = dict(prompt="~~~", completion="~")  # a character that no tokens are merged of
     new = write("new.jsonl", tmp_path / "new" / "x.bin", json.dumps(record))
@@ -257,7 +260,7 @@ def test_a_kill_leaves_no_tokens_beside_the_mask_or_the_tokenizer_of_others(tmp_
         if before != "nothing":
             name, content = earlier[before]
             old = write(name, out, content)
-            assert len(old[0]) == len(new[0]) and old[1] != new[1]
+            assert len(old[0]) == len(new[0]) and old[1] != new[1] and (old[2] == {}) == (before == "a text")
         rewrite = partial(tokenizing.tokenize, [str(tmp_path / "new.jsonl")], tokenizer, str(out))
         killed = is_killed(rewrite, out.parent, after)
         with contextlib.suppress(ValueError):  # it cannot be read
@@ -330,6 +333,28 @@ def test_kept_tokens_are_of_the_separator_that_is_asked_for(published, tmp_path,
         kept = tokenizing.tokens_of(data.files_in(tmp_path / "a.txt"), path, "", separator)
         first.append(int(Corpus([str(kept)], 10_000).read(0, 1)[0][0]))
     assert first[1:3] == [5, 6] and first[0] == first[3] and first[0] not in (5, 6)
+
+
+def test_where_there_are_no_locks_the_first_kept_tokens_stay(published, tmp_path, monkeypatch):
+    """Each rank makes them there, and one that is done may be reading them. Here the second starts and ends while the
+    first is at work."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("import torch")
+    encoded, seen = tokenizing.encoded, []
+
+    def tokens() -> Path:
+        return tokenizing.tokens_of(data.files_in(tmp_path / "a.txt"), str(published / "tokenizer.json"), "")
+
+    def after_the_second(*given) -> Iterator:
+        if not seen:
+            seen.append("the first")
+            seen.append(tokens().stat().st_ino)
+        return encoded(*given)
+    monkeypatch.setattr(tokenizing, "encoded", after_the_second)
+    with patch.object(fcntl, "flock", side_effect=OSError(95, "Operation not supported")):
+        kept = tokens()
+    assert kept.stat().st_ino == seen[1] and len(ids_of(kept)) > 1
+    assert not [*kept.parent.glob("tmp*")] and (kept.parent / "tokenizer.json").is_file()
 
 
 def test_a_prompt_is_continued_without_tokenizing_all_of_the_default_text(published, tmp_path, monkeypatch):
