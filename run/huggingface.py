@@ -979,9 +979,8 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     dtype: "bf16", "fp16" or "fp32"
     rank, world: this rank, and the number of ranks. A rank writes every world-th shard, and holds
         one at a time. Rank 0 also writes the other files.
-    published: the folder of the model that training began with, "" if there is none. Its
-        generation_config.json is kept. It may be `folder` itself, if a checkpoint is exported over
-        that model.
+    published: the folder of the model that training began with, or "". Its generation_config.json is
+        kept. It is `folder` itself if a checkpoint is exported over that model.
     tokens: the ids of special tokens, by the names in TOKENS
     shard_bytes: the largest size of a shard, unless the shard has only one tensor
     seq: the longest sample in training, in tokens, for max_position_embeddings
@@ -993,8 +992,7 @@ def export(folder: str, model: Any, specs: list[Spec], source: Source, dtype: st
     import torch
     architecture = class_for_export(model)
     torch_dtype = getattr(torch, DTYPES[dtype])
-    # Multi-token prediction is numbered after the model's layers, 0 .. model.layers - 1.
-    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]
+    specs = [spec for spec in specs if not spec.name.startswith(f"layers.{model.layers}.")]  # the block of --mtp
     shards = plan_shards(specs, architecture, torch_dtype, shard_bytes)
 
     # Three phases follow. Each ends on all ranks before the next begins.
