@@ -52,9 +52,10 @@ lse, but the gradients need the merged ones. So we call the private operators of
                 flash       other widths up to 256
     on a CPU    flash       all blocks
 
-On a GPU, these operators get no block with a mask tensor, in fp32 or fp64, with D above 256, or with
-a D that is not a multiple of 8 (`has_gpu_kernel`). math_forward and math_backward of operations.py
-compute those. flash's operator would refuse all of them. cuDNN's would take only a mask tensor.
+On a GPU, math_forward and math_backward of operations.py compute the other blocks: blocks with a mask
+tensor, blocks in fp32 or fp64, and blocks whose D is above 256 or not a multiple of 8
+(`has_gpu_kernel`). flash's operator would refuse all of these. cuDNN's operator would accept a mask
+tensor and refuse the rest.
 
 On a CPU, flash takes K < N heads of keys and values with and without a mask tensor, by the public
 function and by the private operator. For whole sequences with a tensor we repeat the heads all the
@@ -150,7 +151,7 @@ def choose_sdpa_kernels(cudnn: bool) -> None:
 
 
 def fits_cudnn(q: Tensor, v: Tensor) -> bool:
-    """Whether we give cuDNN heads of these widths."""
+    """Return whether we give heads of these widths to cuDNN."""
     widths = q.shape[-1], v.shape[-1]
     return max(widths) <= CUDNN_WIDTH or widths == DEEPSEEK_WIDTHS
 

@@ -267,7 +267,7 @@ def large(folder: str) -> None:
 
 
 def terms(folder: str) -> None:
-    """Record a gradient of two terms with the same bits. Of four ranks, two have each term."""
+    """Record a gradient of two terms with the same bits. On four ranks, two ranks have each term."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     x = torch.ones(3, dtype=torch.float64)
     Record(folder).step(model=[Piece("x", x, x / min(ranks, 2), (slice(0, 3),), rank % 2 if ranks > 1 else None)])

@@ -116,9 +116,9 @@ def cost(choice: Choice) -> float:
 def grid_of(choice: Choice) -> tuple[int, str]:
     """Return (ranks, flags).
 
-    In a batch ramp, one step has one micro-batch less: in exact grids the first step, and in others
-    the second, because rounding errors are compared in the first. dualpipev needs four, so its
-    second step has one more instead.
+    In a batch ramp, one step has one micro-batch less than the other. In exact grids this is the
+    first step. In others it is the second, because rounding errors are compared in the first.
+    dualpipev needs four micro-batches, so its second step has one more instead.
     """
     size, wide = sizes(choice), choice["fp8"] != "none"
     layers, accumulated = length_of(choice)
